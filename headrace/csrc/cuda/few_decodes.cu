@@ -1,5 +1,5 @@
-// Attention of decodes of a few requests over pages of bfloat16, together with what is between it and the product before:
-// norms of queries and keys, rotation, and the write of the new keys and values.
+// Attention of decodes of a few requests over pages of bfloat16 or e4m3, together with what is between it and the product
+// before: norms of queries and keys, rotation, and the write of the new keys and values.
 //
 // A cluster has a request and kv head, and its blocks have equal parts of the keys, in units of 16. A warp copies its
 // own units into its part of a ring in shared memory and multiplies them by itself; the first DEPTH of them it asks for
@@ -14,22 +14,26 @@
 // kernel that the previous one waited for ended, as must all pages; see `wait_for_previous` in headrace/kernels/launch.py.
 //
 // Compiled by NVRTC. Macros: E, 64 or 128; G query heads of a kv head, up to 16; PAGE tokens; CLUSTER blocks; ROTARY dims
-// that are rotated, INTERLEAVED; NORM; SOFTCAP.
+// that are rotated, INTERLEAVED; NORM; SOFTCAP; FP8: pages of e4m3, and queries in float16 instead of bfloat16.
 
 #include "numbers.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, UNIT = 16;
-constexpr int DEPTH = 256 / E;                      // units of a warp that are on their way
-constexpr int ROW = 2 * E, TILE = UNIT * ROW;       // bytes of a key, of the keys of a unit
-constexpr int RING = DEPTH * 2 * TILE;              // of a warp: 16 KiB
+constexpr int KEYS = UNIT;                          // of a tile
+#if FP8
+#include "e4m3_keys.cuh"
+using Stored = uint8;
+#else
+#include "bf16_keys.cuh"
+using Stored = uint16;
+#endif
+constexpr int RING = 16 << 10, DEPTH = RING / (2 * TILE);  // of a warp: bytes; units that are on their way
+constexpr int ROW = 2 * E;                          // bytes of a query
+constexpr int PER = 16 / sizeof(Stored);            // dims of 16 bytes of a key
 constexpr int PAIRS = E / 64;                       // of dims that a lane rotates
-constexpr int HEADS = G > 8 ? 16 : 8;               // rows of queries
-constexpr int STEPS = E / 16;                       // of a product over dims
-constexpr int PADDED = E + 8;                       // floats of a row of sums, against bank conflicts
 constexpr int SLICE = E / CLUSTER;                  // dims that a block completes
 constexpr int EACH = (G + WARPS - 1) / WARPS;       // heads that a warp rotates
-constexpr float MASKED = -1.0e38f, LOG2_E = 1.4426950408889634f;
-static_assert(E % 64 == 0 && G <= 16 && ROTARY <= E && RING >= G * PADDED * 4, "");
+static_assert(E % 64 == 0 && G <= 16 && ROTARY <= E && RING >= HEADS * PADDED * 4, "");
 static_assert(SLICE % 4 == 0 && G * SLICE / 2 <= THREADS, "");
 
 struct Call {
@@ -37,14 +41,14 @@ struct Call {
   const float *cos_sin;                 // [L, ROTARY]
   const int64 *positions, *slots;       // [T]
   const int *kv_lens, *table;           // [T], [T, pages]
-  uint16 *k, *v, *out;                  // pages [P, PAGE, K, E]; [T, H, E]
+  Stored *k, *v;                        // pages [P, PAGE, K, E]
+  uint16 *out;                          // [T, H, E]
   const void *sinks;                    // [H] float32, or bfloat16, or null
   int64 qkv_stride, table_stride, k_stride, v_stride;
   int rows, kv_heads, window, has_wide_sinks;
   float scale, softcap, eps, offset;    // scale includes log2(e), with a soft cap the division by it instead
 };
 
-__device__ __forceinline__ uint32 address(const void *p) { return uint32(__cvta_generic_to_shared(p)); }
 // So many of 16 bytes, 0 or 16; the rest becomes zero.
 __device__ __forceinline__ void copy(uint32 to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -67,21 +71,47 @@ __device__ __forceinline__ void send(const float *own, int block, float2 v) {
 __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 }
-__device__ __forceinline__ void load_matrices(uint32 *d, uint32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32 *d, uint32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
-}
 __device__ __forceinline__ float sum_of_warp(float v) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(~0u, v, step);
   return v;
 }
-// Rows of ROW bytes; 16 bytes are where they do not conflict with those of the next rows.
-__device__ __forceinline__ uint32 place_of(int row, int eight) { return row * ROW + ((eight ^ (row & 7)) << 4); }
+// Queries lie in rows of ROW bytes; 16 bytes are where they do not conflict with those of the next rows.
+__device__ __forceinline__ uint32 place_of_query(int row, int eight) { return row * ROW + ((eight ^ (row & 7)) << 4); }
+#if FP8
+__device__ __forceinline__ uint16 as_query(float v) { return uint16(pack_cut(v, 0.f)); }
+__device__ __forceinline__ Stored as_stored(float v) {  // no larger than 448
+  uint16 out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(0.f), "f"(v));
+  return Stored(out);
+}
+__device__ __forceinline__ void load_queries(Queries &q, uint32 from, int lane) {
+#pragma unroll
+  for (int r = 0; r < HALVES; r++)
+#pragma unroll
+    for (int s = 0; s < STEPS; s += 2) {
+      const uint4 two = load_four(from + place_of_query(lane / 4 + 8 * r, lane % 4 * (E / 32) + s / 2));
+      q[s][r][0] = two.x, q[s][r][1] = two.y, q[s + 1][r][0] = two.z, q[s + 1][r][1] = two.w;
+    }
+}
+#else
+__device__ __forceinline__ uint16 as_query(float v) { return narrow(v); }
+__device__ __forceinline__ Stored as_stored(float v) { return narrow(v); }
+__device__ __forceinline__ void load_queries(Queries &q, uint32 from, int lane) {
+  if (HEADS > 8) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      load_matrices(q[step], from + place_of_query(lane % 16, 2 * step + lane / 16));
+  } else {
+#pragma unroll
+    for (int step = 0; step < STEPS; step += 2) {
+      uint32 two[4];
+      load_matrices(two, from + place_of_query(lane % 8, 2 * step + lane / 8));
+      q[step][0] = two[0], q[step][1] = two[1], q[step + 1][0] = two[2], q[step + 1][1] = two[3];
+    }
+  }
+}
+#endif
 
 // Two dims of each pair of a head that lane l has: pairs l, l + 32.
 struct Head { float a[PAIRS], b[PAIRS]; };
@@ -137,19 +167,27 @@ __device__ __forceinline__ Head rotate(Head x, const Head &norm, const Head &ang
   }
   return out;
 }
-__device__ __forceinline__ void put_head(char *rows, int row, const Head &head) {
+__device__ __forceinline__ void put_query(char *rows, int row, const Head &head) {
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
     const int pair = threadIdx.x % 32 + 32 * i, a = first_of(pair), b = second_of(pair);
-    *(uint16 *)(rows + place_of(row, a / 8) + a % 8 * 2) = narrow(head.a[i]);
-    *(uint16 *)(rows + place_of(row, b / 8) + b % 8 * 2) = narrow(head.b[i]);
+    *(uint16 *)(rows + place_of_query(row, a / 8) + a % 8 * 2) = as_query(head.a[i]);
+    *(uint16 *)(rows + place_of_query(row, b / 8) + b % 8 * 2) = as_query(head.b[i]);
   }
 }
-__device__ __forceinline__ void store_head(uint16 *to, const Head &head) {
+__device__ __forceinline__ void put_key(char *tile, int key, const Head &head) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; i++) {
+    const int pair = threadIdx.x % 32 + 32 * i, a = first_of(pair), b = second_of(pair);
+    *(Stored *)(tile + place_of(key, a / PER) + a % PER * sizeof(Stored)) = as_stored(head.a[i]);
+    *(Stored *)(tile + place_of(key, b / PER) + b % PER * sizeof(Stored)) = as_stored(head.b[i]);
+  }
+}
+__device__ __forceinline__ void store_key(Stored *to, const Head &head) {
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
     const int pair = threadIdx.x % 32 + 32 * i;
-    to[first_of(pair)] = narrow(head.a[i]), to[second_of(pair)] = narrow(head.b[i]);
+    to[first_of(pair)] = as_stored(head.a[i]), to[second_of(pair)] = as_stored(head.b[i]);
   }
 }
 
@@ -157,6 +195,8 @@ __device__ __forceinline__ void store_head(uint16 *to, const Head &head) {
 struct Share {
   int len, first;  // of the request: its length, its first key that is seen
   int next, end;
+
+  __device__ bool sees(int key) const { return key >= first && key + UNIT <= len; }  // all of a unit
 };
 __device__ __forceinline__ Share find_share(const Call &call, int row, int rank) {
   Share share;
@@ -190,75 +230,23 @@ __device__ __forceinline__ Place locate(const Call &call, const Share &share, in
 }
 // Ask for keys and values of a unit, but for those of this step.
 __device__ __forceinline__ void ask(const Call &call, const Place &place, int unit, int head, uint32 to) {
-  constexpr int EIGHTS = E / 8;
+  constexpr int PIECES = E / PER;
 #pragma unroll
-  for (int i = 0; i < UNIT * EIGHTS / 32; i++) {
-    const int at = i * 32 + threadIdx.x % 32, key = at / EIGHTS, eight = at % EIGHTS;
+  for (int i = 0; i < UNIT * PIECES / 32; i++) {
+    const int at = i * 32 + threadIdx.x % 32, key = at / PIECES, piece = at % PIECES;
     const int64 page = __shfl_sync(~0u, place.page, key), within =
-        int64((unit * UNIT + key) % PAGE) * (call.kv_heads * E) + head * E + eight * 8;
+        int64((unit * UNIT + key) % PAGE) * (call.kv_heads * E) + head * E + piece * PER;
     const int source = __shfl_sync(~0u, place.source, key), bytes = source == STORED ? 16 : 0;
     if (source >= 0) continue;
-    copy(to + place_of(key, eight), call.k + page * call.k_stride + within, bytes);
-    copy(to + TILE + place_of(key, eight), call.v + page * call.v_stride + within, bytes);
-  }
-}
-
-// Sums of a warp: of values, and of weights, both relative to the maximum; rows lane / 4, and 8 more.
-struct Sums { float values[E / 8][4], top[2], total[2]; };
-
-__device__ __forceinline__ void attend(
-    const Call &call, const Share &share, int unit, uint32 tile, const uint32 (&q)[STEPS][HEADS / 4], Sums &sums
-) {
-  const int lane = threadIdx.x % 32;
-  float scores[2][2][4] = {};  // of eight keys; of even and odd steps, so that products wait less for one another
-#pragma unroll
-  for (int step = 0; step < STEPS; step++) {
-    uint32 k[4];
-    load_matrices(k, tile + place_of(lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
-    const uint32 low0 = q[step][0], low1 = q[step][HEADS / 8], high0 = HEADS > 8 ? q[step][1] : 0,
-                 high1 = HEADS > 8 ? q[step][HEADS / 4 - 1] : 0;
-    multiply(scores[0][step % 2], low0, high0, low1, high1, k[0], k[1]);
-    multiply(scores[1][step % 2], low0, high0, low1, high1, k[2], k[3]);
-  }
-  uint32 weights[2][2] = {};  // [eight keys][row]
-#pragma unroll
-  for (int r = 0; r < HEADS / 8; r++) {
-    float logits[2][2], top = sums.top[r];
-#pragma unroll
-    for (int t = 0; t < 2; t++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float logit = (scores[t][0][2 * r + j] + scores[t][1][2 * r + j]) * call.scale;
-        if (SOFTCAP) logit = call.softcap * (1.f - 2.f / (exp2_fast(logit * 2.f * LOG2_E) + 1.f)) * LOG2_E;
-        const int position = unit * UNIT + t * 8 + lane % 4 * 2 + j;
-        logits[t][j] = position >= share.first && position < share.len ? logit : MASKED;
-        top = fmaxf(top, logits[t][j]);
-      }
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float fade = exp2_fast(sums.top[r] - top);
-    sums.top[r] = top, sums.total[r] *= fade;
-#pragma unroll
-    for (int t = 0; t < 2; t++) {
-      const float low = exp2_fast(logits[t][0] - top), high = exp2_fast(logits[t][1] - top);
-      sums.total[r] += low + high, weights[t][r] = narrow(low, high);
-    }
-#pragma unroll
-    for (int t = 0; t < E / 8; t++) sums.values[t][2 * r] *= fade, sums.values[t][2 * r + 1] *= fade;
-  }
-#pragma unroll
-  for (int t = 0; t < E / 8; t += 2) {
-    uint32 v[4];
-    load_transposed(v, tile + TILE + place_of(lane % 16, t + lane / 16));
-    multiply(sums.values[t], weights[0][0], weights[0][1], weights[1][0], weights[1][1], v[0], v[1]);
-    multiply(sums.values[t + 1], weights[0][0], weights[0][1], weights[1][0], weights[1][1], v[2], v[3]);
+    copy(to + place_of(key, piece), call.k + page * call.k_stride + within, bytes);
+    copy(to + TILE + place_of(key, piece), call.v + page * call.v_stride + within, bytes);
   }
 }
 
 // What is of a block's own in shared memory, behind the rings.
 struct Room {
   char q[HEADS * ROW];
-  float own[WARPS][G][2];                // maximum and sum of each warp
+  float2 own[WARPS][G];                  // maximum and sum of each warp
   float stats[CLUSTER][G][2];            // of each block of the cluster
   float values[CLUSTER][G][SLICE];
 };
@@ -267,13 +255,13 @@ struct Room {
 __device__ __forceinline__ void send_sums(const char *rings, const Room &room, int rank) {
   for (int at = threadIdx.x; at < G * E / 4; at += THREADS) {
     const int g = at / (E / 4), dim = at % (E / 4) * 4;
-    float top = room.own[0][g][0];
+    float top = room.own[0][g].x;
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, room.own[w][g][0]);
+    for (int w = 1; w < WARPS; w++) top = fmaxf(top, room.own[w][g].x);
     float4 sum{0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float fade = exp2_fast(room.own[w][g][0] - top);
+      const float fade = exp2_fast(room.own[w][g].x - top);
       const float4 part = *(const float4 *)(rings + w * RING + (g * PADDED + dim) * 4);
       sum.x += fade * part.x, sum.y += fade * part.y, sum.z += fade * part.z, sum.w += fade * part.w;
     }
@@ -281,11 +269,11 @@ __device__ __forceinline__ void send_sums(const char *rings, const Room &room, i
   }
   for (int at = threadIdx.x; at < G * CLUSTER; at += THREADS) {
     const int g = at % G;
-    float top = room.own[0][g][0], total = 0.f;
+    float top = room.own[0][g].x, total = 0.f;
 #pragma unroll
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, room.own[w][g][0]);
+    for (int w = 1; w < WARPS; w++) top = fmaxf(top, room.own[w][g].x);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) total += room.own[w][g][1] * exp2_fast(room.own[w][g][0] - top);
+    for (int w = 0; w < WARPS; w++) total += room.own[w][g].y * exp2_fast(room.own[w][g].x - top);
     send(&room.stats[rank][g][0], at / G, float2{top, total});
   }
 }
@@ -347,6 +335,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const Head angles = load_angles(call, row), q_norm = load_norm(call.q_norm, call.offset),
              k_norm = load_norm(call.k_norm, call.offset);
   const int64 slot = __ldcg(call.slots + row);
+  const Reader reader{};
 
   wait_for_previous();
   const uint16 *from = call.qkv + row * call.qkv_stride;
@@ -360,32 +349,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int g = warp + i * WARPS;
-    if (g < G) put_head(room.q, g, rotate(queries[i], q_norm, angles, call.eps));
+    if (g < G) put_query(room.q, g, rotate(queries[i], q_norm, angles, call.eps));
   }
-  for (int g = G + warp; g < HEADS; g += WARPS) put_head(room.q, g, Head{});
+  for (int g = G + warp; g < HEADS; g += WARPS) put_query(room.q, g, Head{});
   if (is_last) {
     own_key = rotate(own_key, k_norm, angles, call.eps);
     const int64 page = slot / PAGE, within = slot % PAGE * (call.kv_heads * E) + head * E;
-    store_head(call.k + page * call.k_stride + within, own_key);
-    store_head(call.v + page * call.v_stride + within, own_value);
+    store_key(call.k + page * call.k_stride + within, own_key);
+    store_key(call.v + page * call.v_stride + within, own_value);
   }
   __syncthreads();
-  uint32 q[STEPS][HEADS / 4];
-  if (HEADS > 8) {
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-      load_matrices(q[step], address(room.q) + place_of(lane % 16, 2 * step + lane / 16));
-  } else {
-#pragma unroll
-    for (int step = 0; step < STEPS; step += 2) {
-      uint32 two[4];
-      load_matrices(two, address(room.q) + place_of(lane % 8, 2 * step + lane / 8));
-      q[step][0] = two[0], q[step][1] = two[1], q[step + 1][0] = two[2], q[step + 1][1] = two[3];
-    }
-  }
-
-  Sums sums = {};
-  sums.top[0] = sums.top[1] = MASKED;
+  Queries q;
+  load_queries(q, address(room.q), lane);
+  Sums sums = no_sums();
   for (int unit = share.next, stage = 0; unit < share.end; unit += WARPS, stage = stage + 1 == DEPTH ? 0 : stage + 1) {
     wait_for_copies();
     __syncwarp();
@@ -395,16 +371,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (; fresh; fresh &= fresh - 1) {
         const int key = __ffs(fresh) - 1, source = __shfl_sync(~0u, sources, key);
         if (source == row) {
-          put_head(there, key, own_key), put_head(there + TILE, key, own_value);
+          put_key(there, key, own_key), put_key(there + TILE, key, own_value);
         } else {
           const uint16 *other = call.qkv + source * call.qkv_stride + (heads + head) * E;
-          put_head(there, key, rotate(load_head(other), k_norm, load_angles(call, source), call.eps));
-          put_head(there + TILE, key, load_head(other + call.kv_heads * E));
+          put_key(there, key, rotate(load_head(other), k_norm, load_angles(call, source), call.eps));
+          put_key(there + TILE, key, load_head(other + call.kv_heads * E));
         }
       }
       __syncwarp();
     }
-    attend(call, share, unit, address(there), q, sums);
+    attend(call, share, reader, unit * UNIT, address(there), q, sums);
     __syncwarp();
     const int coming = unit + DEPTH * WARPS;
     if (coming < share.end) ask(call, next, coming, head, address(there));
@@ -415,18 +391,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
 
-  float *rows = (float *)ring;
-#pragma unroll
-  for (int r = 0; r < HEADS / 8; r++) {
-    float total = sums.total[r];
-    total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
-    const int g = lane / 4 + 8 * r;
-    if (g >= G) continue;
-#pragma unroll
-    for (int t = 0; t < E / 8; t++)
-      *(float2 *)(rows + g * PADDED + t * 8 + lane % 4 * 2) = float2{sums.values[t][2 * r], sums.values[t][2 * r + 1]};
-    if (lane % 4 == 0) room.own[warp][g][0] = sums.top[r], room.own[warp][g][1] = total;
-  }
+  put_sums<G>((float *)ring, room.own[warp], sums, lane);
   __syncthreads();
   await();
   send_sums(memory, room, rank);

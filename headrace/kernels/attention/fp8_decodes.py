@@ -102,7 +102,7 @@ def _find_kernel(
 ) -> CudaKernel | None:
     """The kernel, compiled (1 s) unless cached; None, with a warning, where that fails."""
     flags = {"FP16": 1} if dtype == torch.float16 else {}
-    flags |= {"SOFTCAP": 1} if has_softcap else {}
+    flags["SOFTCAP"] = int(has_softcap)
     with fallback("attention of decodes over FP8 pages takes Triton's kernel"):
         return load_kernel("fp8_decodes", device, SHAPES[head_dim].count_shared_bytes(head_dim), **macros, **flags)
     return None

@@ -1,5 +1,5 @@
 """Decodes of a few requests, from the product before: norms of queries and keys, rotation, page write and attention in
-one launch of own CUDA C++, see ``csrc/cuda/few_decodes.cu``.
+one launch of own CUDA C++, see ``csrc/cuda/few_decodes.cu``. Pages are of bfloat16 or e4m3.
 
 T tokens, H heads, K kv heads, G = H / K, E head dim, P pages.
 """
@@ -18,11 +18,12 @@ from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, l
 from headrace.kernels.few_decodes import Rotation
 
 WARPS, RING_BYTES, MOST_GROUP = 4, 16 << 10, 16
-"""As in the source; a warp's ring does not depend on the head dim."""
+"""As in the source; a warp's ring depends neither on the head dim nor on what pages hold."""
 MOST_ROWS = 16
 """Keys of the step are in two units of a request at most."""
 SHORT_CONTEXTS = (8192, 4096)
-"""By rows, from one on: for how many keys steps are captured by themselves, see `CacheBackend.short_context`."""
+"""By rows, from one on, for pages of either type: for how many keys steps are captured by themselves, see
+`CacheBackend.short_context`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ DIVISIONS = {
     64: (Division(8, 16, 8192), Division(16, 16, 4096), Division(32, 8, 2048)),
     128: (Division(8, 16, 8192), Division(16, 8, 4096)),
 }
-"""By head dim. Measured on an H200; with fewer or more pairs it was not faster, or not measured."""
+"""By head dim, for pages of either type. Measured on an H200 with bfloat16; with fewer or more pairs it was not faster,
+or not measured."""
 
 
 def find_division(head_dim: int, tiles: int, most_keys: int) -> Division | None:
@@ -70,13 +72,14 @@ def count_shared_bytes(head_dim: int, group: int, cluster: int) -> int:
     return WARPS * RING_BYTES + 2 * rows * head_dim + 8 * group * (WARPS + cluster) + 4 * group * head_dim
 
 
-def list_macros(rotation: Rotation, page_size: int, head: Head, cluster: int) -> dict[str, int]:
-    """What the source is compiled with."""
+def list_macros(rotation: Rotation, pages: torch.Tensor, head: Head, cluster: int) -> dict[str, int]:
+    """What the source is compiled with, for ``pages`` of keys."""
     shape = rotation.shape
     return dict(
-        E=shape["head_dim"], G=shape["num_heads"] // shape["num_kv_heads"], PAGE=page_size, CLUSTER=cluster,
+        E=shape["head_dim"], G=shape["num_heads"] // shape["num_kv_heads"], PAGE=pages.shape[1], CLUSTER=cluster,
         ROTARY=0 if rotation.cos_sin is None else shape["rotary_dim"], INTERLEAVED=int(shape["interleaved"]),
         NORM=int(rotation.norms is not None), SOFTCAP=int(head.softcap > 0),
+        FP8=int(pages.dtype == torch.float8_e4m3fn),
     )
 
 
@@ -98,9 +101,10 @@ def _takes(
     return (
         0 < rows <= MOST_ROWS and rows == step.num_requests and step.query_start is None
         and shape["num_heads"] <= MOST_GROUP * kv_heads and qkv.dtype == torch.bfloat16 and qkv.stride(1) == 1
+        and k_pages.dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and all(
-            x.dtype == torch.bfloat16 and x.shape[2:] == (kv_heads, head_dim) and x.stride()[1:] == strides
-            and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (k_pages, v_pages)
+            x.dtype == k_pages.dtype and x.shape[2:] == (kv_heads, head_dim) and x.stride()[1:] == strides
+            and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0 for x in (k_pages, v_pages)
         )
         and rotation.positions.dim() == 1
         and all(len(norm) == head_dim and norm.dtype == torch.bfloat16 for norm in rotation.norms or ())
@@ -129,19 +133,21 @@ def few_decodes(
     qkv: torch.Tensor, rotation: Rotation, pages: tuple[torch.Tensor, torch.Tensor], head: Head, step: DecodeStep
 ) -> torch.Tensor | None:
     """What `ROPE_WRITE` and `decode` do for T tokens that all are decodes: writes k and v and returns [T, H, E]. None,
-    with nothing done, where the kernel does not take them. Tokens of one request must be at consecutive positions.
+    with nothing done, where the kernel does not take them. Tokens of one request must be at consecutive positions. For
+    pages of e4m3, k and v are rounded once, larger ones to 448, and attention sees what pages then hold; queries are
+    float16 instead of bfloat16.
 
     By programmatic dependent launch, and it reads pages, tables, lengths, positions and slots before the wait: those
     must have been written before the product that gives ``qkv`` began."""
     if not _takes(qkv, rotation, pages, head, step):
         return None
-    shape, page_size = rotation.shape, pages[0].shape[1]
+    shape = rotation.shape
     head_dim, kv_heads = shape["head_dim"], shape["num_kv_heads"]
     group, tiles = shape["num_heads"] // kv_heads, len(qkv) * kv_heads
     division = find_division(head_dim, tiles, min(step.max_kv_len, head.window or step.max_kv_len))
     if division is None:
         return None
-    cluster, macros = division.cluster, list_macros(rotation, page_size, head, division.cluster)
+    cluster, macros = division.cluster, list_macros(rotation, pages[0], head, division.cluster)
     kernel = _find_kernel(count_shared_bytes(head_dim, group, cluster), cluster, qkv.device, **macros)
     if kernel is None:
         return None

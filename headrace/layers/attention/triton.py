@@ -95,7 +95,8 @@ class TritonAttention(PlannedBackend):
         ))
         self._fuses = (
             self.pdl and geometry.capability == OWN_CAPABILITY and geometry.head_dim in DIVISIONS
-            and geometry.dtype == geometry.kv_dtype == "bfloat16" and not geometry.values_in_keys
+            and geometry.dtype == "bfloat16" and geometry.kv_dtype in ("bfloat16", "float8_e4m3fn")
+            and not geometry.values_in_keys
         )
         self._reads_codes = (
             self.pdl and geometry.capability == OWN_CAPABILITY and geometry.kv_dtype == "float8_e4m3fn"
