@@ -179,6 +179,12 @@ def _reason_against_hopper(query: KernelQuery) -> str | None:
     return _on_hopper(query) or (None if query.capability[0] == 9 else "needs Hopper's tensor cores")
 
 
+def _reason_against_plain_few(query: KernelQuery) -> str | None:
+    if any(query.shape.get(name, 0) % 8 for name in ("width", "expert_width")):
+        return "takes widths in steps of 8"
+    return _reason_against_hopper(query)
+
+
 def _reason_against_route(query: KernelQuery) -> str | None:
     if query.device != "cuda":
         return "needs a cuda device"
@@ -199,6 +205,10 @@ OWN_EXPERTS.add_triton("headrace.kernels.moe.triton:own_experts", doc="one kerne
 RUN_EXPERTS.add(
     "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_with_large_tiles, priority=15,
     doc="three kernels, four for more than 16 tokens, with dependent launch",
+)
+RUN_EXPERTS.add(
+    "cuda", "headrace.kernels.moe.plain_few:run_experts", supports=_reason_against_plain_few, priority=20,
+    doc="own CUDA C++ for up to four tokens: two kernels; beyond as triton_pdl",
 )
 CODED_EXPERTS.add_triton(
     "headrace.kernels.moe.coded:run_experts", supports=requires(device="cuda", dtypes=("float16", "bfloat16")),
