@@ -39,6 +39,8 @@ INCLUDE = re.compile(rb'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 # values of the driver API's enumerations, from cuda.h
 MOST_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``"""
+CARVEOUT = 9
+"""``CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT``, in percent"""
 LARGE_CLUSTERS = 14
 """``CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED``"""
 TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
@@ -343,6 +345,12 @@ class CudaKernel:
             current_stream(self._device), ctypes.pointer(DEPENDENT), int(is_dependent),
         )
         call_driver("cuLaunchKernelEx", byref(config), self._function, places, None)
+
+    def share_multiprocessors(self) -> None:
+        """Have multiprocessors give shared memory all that they can, not what a block of this kernel needs, so that
+        blocks of another kernel find room beside it. For the thread that made the kernel."""
+        if self._is_loaded:
+            call_driver("cuFuncSetAttribute", self._function, CARVEOUT, 100)
 
     def count_resident(self, threads: int) -> int:
         """Blocks of ``threads`` threads that run on a multiprocessor at once."""

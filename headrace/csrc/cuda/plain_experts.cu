@@ -151,6 +151,15 @@ __device__ __forceinline__ void fetch(const Call &call, const Place &p, int n, i
   }
 }
 
+// Of row `lane` of a unit; 0 where there is none.
+__device__ __forceinline__ float load_bias(const Call &call, const Place &p, int n) {
+  const int lane = threadIdx.x % 32;
+  if (!call.bias || n >= p.units || lane >= ROWS) return 0.f;
+  const Unit unit = find_unit(call, p, n);
+  const int64 first = (int64(p.chosen[unit.expert].id) * KINDS + lane / EACH) * call.outputs + unit.output;
+  return lane % EACH < unit.here ? widen(call.bias[first + lane % EACH]) : 0.f;
+}
+
 // Inputs to shared memory, which `wait_for_copies` and a barrier complete.
 __device__ __forceinline__ void stage_inputs(const Call &call, const Place &p) {
   const int eights = call.inputs / 8;
@@ -233,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 2) plain_experts(c
     for (int i = 0, n = next; i < call.ahead && n < p.units; i++, n += warps) fetch(call, p, n, -1, policy);
   }
   __syncwarp();
+  float bias = load_bias(call, p, warp);
   if (DOWN) {
     wait_for_previous();
     stage_inputs(call, p);
@@ -244,12 +254,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 2) plain_experts(c
   uint32 parity = 0;
   for (int n = warp; n < p.units; n += warps) {
     const Unit unit = find_unit(call, p, n);
-    const Chosen chosen = p.chosen[unit.expert];
-    float bias = 0.f;
-    if (call.bias && lane < ROWS && lane % EACH < unit.here)
-      bias = widen(call.bias[(int64(chosen.id) * KINDS + lane / EACH) * call.outputs + unit.output + lane % EACH]);
     wait_for(p.full + 8 * slot, parity);
-    for (uint32 rest = chosen.pairs; rest;) {
+    for (uint32 rest = p.chosen[unit.expert].pairs; rest;) {
       const int pair = __ffs(rest) - 1;
       float sums[ROWS];
       multiply_rows(sums, p.rows + slot * p.unit_bytes, p.x + (DOWN ? pair : pair / call.top_k) * row_bytes, row_bytes);
@@ -260,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 2) plain_experts(c
       }
       store_products(call, p, unit, pair, bias, sums);
     }
+    bias = load_bias(call, p, n + warps);  // long before it is needed
     if (++slot == call.stages) slot = 0, parity ^= 1;
   }
   if (DOWN) {

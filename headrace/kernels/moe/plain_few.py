@@ -125,7 +125,9 @@ def make_plans(
 @cache_compiled
 def find_kernel(is_down: bool, each: int, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    return load_kernel("plain_experts", device, MOST_BYTES, DOWN=int(is_down), EACH=each)
+    kernel = load_kernel("plain_experts", device, MOST_BYTES, DOWN=int(is_down), EACH=each)
+    kernel.share_multiprocessors()
+    return kernel
 
 
 @cache_compiled
