@@ -144,7 +144,7 @@ def main() -> None:
     print(f"{'':16s} rows   keys  bfloat16   e4m3  e4m3 apart")
     with patch.object(few, "DIVISIONS", divisions):
         benches = [Bench(model) for model in MODELS]
-        precompile(partial(run_all, benches, args.rows, args.keys[0]), f"{args}", torch.device("cuda"))
+        precompile(partial(run_all, benches, args.rows, args.keys[0]), f"{args}", torch.device("cuda", 0))
         for bench in benches:
             for rows in args.rows:
                 for keys in args.keys:

@@ -108,9 +108,12 @@ def test_what_the_kernels_cannot_read_is_passed_on(passed_on: list[torch.Tensor]
     for own in (
         draw_on_cpu(torch.float16), (x, ids, weights, transposed, down, gate), (x, ids, weights, gate_up, bias, gate),
         (torch.zeros(1, 257).bfloat16()[:, 1:], ids, weights, gate_up, down, gate),
+        (x.expand(2, -1), ids.expand(2, -1), weights.expand(2, -1), gate_up, down, gate),
     ):
         assert plain_few.run_experts(*own) is own[0]
-    assert len(passed_on) == 4
+    monkeypatch.setattr(plain_few, "MOST_READ", 6 * 256 * 256 - 1)
+    assert plain_few.run_experts(x, ids, weights, gate_up, down, gate) is x, "experts that are too large"
+    assert len(passed_on) == 6
 
 
 def test_triton_runs_where_own_cuda_does_not_compile(
@@ -131,9 +134,11 @@ def test_triton_runs_where_own_cuda_does_not_compile(
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
-    """The kernels, with nothing to pass on to."""
+    """The kernels, for all that they take, with nothing to pass on to."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
+    monkeypatch.setattr(plain_few, "MOST_TOKENS", 4)
+    monkeypatch.setattr(plain_few, "MOST_READ", 1 << 40)
     monkeypatch.setitem(RUN_EXPERTS._loaded, "triton_pdl", lambda *_: pytest.fail("passed on"))
     return plain_few.run_experts
 

@@ -208,7 +208,7 @@ RUN_EXPERTS.add(
 )
 RUN_EXPERTS.add(
     "cuda", "headrace.kernels.moe.plain_few:run_experts", supports=_reason_against_plain_few, priority=20,
-    doc="own CUDA C++ for up to four tokens: two kernels; beyond as triton_pdl",
+    doc="own CUDA C++ for one token of small experts, as of several ranks: two kernels; others as triton_pdl",
 )
 CODED_EXPERTS.add_triton(
     "headrace.kernels.moe.coded:run_experts", supports=requires(device="cuda", dtypes=("float16", "bfloat16")),
