@@ -215,6 +215,46 @@ def test_plans_of_chunks_are_compiled_with_and_without_splits(gpu: PretendedDriv
     assert found == [False, True, True, False] and not compiled
 
 
+def test_chunks_over_pages_of_8_bits_are_compiled_with_and_without_room(
+    gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+):
+    """A step of the start has few keys; those of later ones may be more than are expanded."""
+    from headrace.kernels.attention import hopper
+    from headrace.kernels.attention.expanded import ExpandedPages
+    from headrace.layers.attention import hopper as backends
+    from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+    from headrace.layers.attention.expanded import ExpandingAttention
+
+    monkeypatch.setattr(hopper, "is_compiled", lambda *_: True)
+    monkeypatch.setattr(hopper, "prefill", lambda *_, **__: None)
+    monkeypatch.setattr(backends, "count_processors", lambda _: 132)
+    geometry = AttentionGeometry("cuda", "bfloat16", "float8_e4m3fn", (9, 0), 8, 2, 64, 64, 16)
+    backend = ExpandingAttention(geometry, torch.device("cpu"))
+    backend._expanded = ExpandedPages(16, 2, 64, torch.bfloat16, torch.device("cpu"), room_bytes=4 * 16 * 128 * 4)
+    pages = torch.zeros(20, 16, 2, 64).to(torch.float8_e4m3fn)
+
+    def attend(*lens: tuple[int, int], at: int = 0) -> bool:
+        counts, kv_lens = [n for n, _ in lens], [n for _, n in lens]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        table = torch.zeros(len(lens), 20 + at, dtype=torch.int32)[:, at:]
+        backend.prepare(AttentionInputs(
+            sum(counts), 0, counts, kv_lens, max(counts), max(kv_lens), starts,
+            torch.tensor(kv_lens, dtype=torch.int32), table, starts
+        ))
+        q = torch.zeros(sum(counts), 8, 64, dtype=torch.bfloat16)
+        backend.attend(q, KvPages(pages, pages), AttentionParams(0.1))
+        return backend._step is not None
+
+    precompile(lambda: attend((3, 3)), "chunks over codes", CUDA)
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    try:
+        found = [attend((3, 3)), attend((3, 40), at=3), attend((5, 100)), attend((5, 100), (9, 9))]
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert found == [True, True, False, False] and not compiled
+
+
 def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedDriver):
     """Lengths and numbers of splits are arguments: nothing is left to compile when a chunk has other ones."""
     from headrace.kernels.latents.slots import Slots

@@ -8,6 +8,7 @@ import torch
 from headrace.kernels.attention.blocks import Head, Tile
 from headrace.kernels.attention.expanded import ExpandedPages, ExpandedStep
 from headrace.kernels.attention.prefill import PrefillPlan
+from headrace.kernels.precompile import is_dry_run
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
 from headrace.layers.attention.hopper import HopperAttention
 
@@ -22,6 +23,7 @@ class ExpandingAttention(HopperAttention):
             geometry.page_size, geometry.num_kv_heads, geometry.head_dim, self._dtype, device
         )
         self._step: ExpandedStep | None = None
+        self._spare_plan: PrefillPlan | None = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.prepare`."""
@@ -31,6 +33,9 @@ class ExpandingAttention(HopperAttention):
                 inputs.query_lens_cpu, inputs.kv_lens_cpu, first=inputs.num_decodes, window=self._geometry.window
             )
         super().prepare(inputs)
+        self._spare_plan = None
+        if self._plan is not None and self._is_own and is_dry_run():  # for steps like this one without room
+            self._spare_plan = super(HopperAttention, self)._plan_chunks(inputs, self._chunk_tile, None)
 
     def _choose_tile(self, num_tokens: int) -> Tile:
         if self._step is None:
@@ -42,6 +47,8 @@ class ExpandingAttention(HopperAttention):
         self, q: torch.Tensor, pages: KvPages, head: Head, plan: PrefillPlan,
         step: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor,
     ) -> None:
+        if self._spare_plan is not None:
+            super(HopperAttention, self)._attend_chunks(q, pages, head, self._spare_plan, step, out)
         if self._is_own and self._step is not None:
             starts, lengths, table = step
             self._expanded.fill(pages.k, pages.v, table, self._step, pdl=self.pdl)
