@@ -56,14 +56,15 @@ class Event:
 
 
 class _Export:
-    """A request whose pages leave. ``num_done``: pages whose moves were opened; ``num_open`` moves have not ended."""
+    """A request whose pages leave. ``num_done``: pages whose moves were opened; ``num_open`` moves have not ended.
+    ``was_doubted``: of the request, when the first page left."""
 
-    __slots__ = ("is_stopped", "last", "lease", "num_done", "num_open")
+    __slots__ = ("is_stopped", "last", "lease", "num_done", "num_open", "was_doubted")
 
     def __init__(self, lease: Lease):
         self.lease = lease
         self.num_done = self.num_open = 0
-        self.is_stopped = False
+        self.is_stopped = self.was_doubted = False
         self.last: Event | None = None  # said when the last move has ended
 
 
@@ -132,6 +133,12 @@ class Exchange:
         if export is None or export.is_stopped:
             return
         extent, done = export.lease.extent, export.num_done
+        if not done:
+            export.was_doubted = request.was_doubted
+        elif export.was_doubted != request.was_doubted:  # what has left before may hold numbers that are not finite
+            self._end_early(export, "the prefill engine computes its pages anew")
+            self._say_last(export)
+            return
         is_whole = request.computed_len >= request.prompt_len
         end = extent.num_pages if is_whole else request.computed_len // self._ledger.page_size
         if end <= done:  # also after a retraction: what was computed before is the same
@@ -150,12 +157,16 @@ class Exchange:
     def _end_export(self, export: _Export, pages: tuple[int, int], move: PageMove, failed: list[int]) -> None:
         export.num_open -= 1
         if failed and not export.is_stopped:
-            export.is_stopped = True
-            export.last = Event(export.lease.ticket, reason="the prefill engine lost its pages", is_over=True)
+            self._end_early(export, "the prefill engine lost its pages")
         elif not export.is_stopped:
             self.num_sent_pages += pages[1] - pages[0]
             self.events.append(Event(export.lease.ticket, spans=[export.lease.extent.span(move.group, *pages)]))
         self._say_last(export)
+
+    @staticmethod
+    def _end_early(export: _Export, reason: str) -> None:
+        export.is_stopped = True
+        export.last = Event(export.lease.ticket, reason=reason, is_over=True)
 
     def _say_last(self, export: _Export) -> None:
         if export.last is not None and not export.num_open:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -416,3 +417,26 @@ def test_what_arrived_before_a_failed_step_is_not_taken_for_what_the_host_has():
     machine.engine.crash(RuntimeError("boom"))
     machine.teardown()
     assert machine.tiers.num_read > 0 and machine.engine.finishes["r5"].finish.reason == "length"
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_pages_that_may_hold_nan_do_not_leave_whole(has_left: bool):
+    """The request is computed anew; what had left before is not sent again, so that nobody may fetch it."""
+    machine = ExchangeMachine()
+    machine.build(is_prefill=True, window=0, full=True, spare=8, host_pages=0, depth=1, rows=4, num_leases=4)
+    stem = STEMS[0][:PAGE]
+    machine.submit(stem + [1] * 20, 3, is_exchanged=False)
+    machine.poll()
+    machine.engine.launch()
+    machine.engine.land()  # stored, and not known to be sound
+    machine.submit(stem + [2] * (20 if has_left else 1), 3, is_exchanged=True)
+    machine.poll()
+    if has_left:
+        while machine.engine.scheduler._running.requests["r2"].computed_len <= PAGE:
+            machine.engine.step()
+    machine.engine.launch({"r2"})
+    machine.engine.land()
+    machine.step(20)
+    assert machine.engine.finishes["r2"].finish.reason == "length"
+    assert list(machine.agent.complete) == ([] if has_left else [1])
+    machine.teardown()
