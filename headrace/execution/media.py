@@ -83,9 +83,9 @@ class MediaState:
             row, offset = start.row, 0
             self._positions.pop(row, None)
             self._places.pop(row, None)
+            self._rows.media_end_np[row] = max((place.end for place in start.media), default=0)
             if start.media:
                 self._rows.flags_np[row] |= HAS_MEDIA
-                self._rows.media_end_np[row] = max(place.end for place in start.media)
                 self._places[row] = start.media
                 if self.offsets is not None and self._model is not None:
                     # one more than the prompt has: output goes on from there

@@ -54,7 +54,7 @@ class Rows:
     """``tensors``: what the device owns of max_rows + 1 rows, the last being the null row of the page tables. The
     host's ``*_np`` arrays are [max_rows] or [max_rows, columns]: ``reals_np`` has temperature, top_p and min_p,
     ``integers_np`` top_k and seed, ``adapter_slots_np`` the slot of the row's adapter, -1 for none. ``media_end_np``:
-    the position behind the last placeholder of rows with media.
+    the position behind the row's last placeholder of media, 0 without media.
 
     The device's part is not set at a start: the sampling of a row's first step writes it, and before a step that begins
     with a decode `take_known` does.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from headrace.base.errors import HeadraceError
+from headrace.base.media import MediaPlace
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowStart, StepPlan
+from headrace.execution.media import MediaState
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import Sampler
 from headrace.execution.step import Step, StepFeature
@@ -113,6 +117,16 @@ def test_media_at_the_end_are_no_decode():
     assert Step.of(StepPlan(0, 0, [0], [3], [1], [1]), rows).shape.num_resumed == 0
     rows.media_end_np[0] = 3
     assert Step.of(StepPlan(0, 0, [0], [3], [1], [1]), rows).shape.num_resumed == 1
+
+
+def test_a_row_that_had_media_decodes_for_the_next_request():
+    rows = started(4)
+    state = MediaState(SimpleNamespace(media=None), rows)
+    for media, num_resumed in (([MediaPlace("image", bytes(16), [(1, 3)])], 0), ([], 1)):
+        start = RowStart(0, "r0", [1] * 4, 4, SamplingSpec(), media=media)
+        rows.start(start)
+        state.start([start], Upload())
+        assert Step.of(StepPlan(0, 0, [0], [3], [1], [1]), rows).shape.num_resumed == num_resumed
 
 
 def test_sampling_parameters_are_sent_once():
