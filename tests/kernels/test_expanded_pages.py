@@ -44,7 +44,7 @@ def test_pages_that_chunks_read(window: int, first: int, monkeypatch: pytest.Mon
     pages.k.fill_(float("nan"))
     pages.v.fill_(float("nan"))
     step = pages.plan(query_lens, kv_lens, first=first, window=window)
-    assert step is not None
+    assert step is not None and step.table.dtype == step.bounds.dtype == torch.int32
     pages.fill(k, v, table, step)
     used: list[int] = []
     for request in range(first, 4):

@@ -84,9 +84,10 @@ class ExpandedPages:
         counts = ends - begins
         if int(counts.sum()) > len(self.k):
             return None
-        starts = counts.cumsum() - counts - begins
-        table = starts[:, None] + np.arange(int(ends.max()))
-        packed = torch.from_numpy(np.concatenate((begins[:, None], ends[:, None], table), axis=1).astype(np.int32))
+        # 32 bits throughout: behind a window, the table is as wide as contexts are long
+        starts = counts.cumsum(dtype=np.int32) - counts - begins
+        table = starts[:, None] + np.arange(int(ends.max()), dtype=np.int32)
+        packed = torch.from_numpy(np.concatenate((begins[:, None], ends[:, None], table), axis=1))
         if self.k.is_cuda:
             packed = packed.pin_memory()
         sent = packed.to(self.k.device, non_blocking=True)
