@@ -11,7 +11,8 @@
 // `wait_for_previous` in headrace/kernels/launch.py: only the previous kernel may write keys of this step.
 //
 // Compiled by NVRTC. Macros: E, 64 or 128; G query heads of a kv head, up to 16; PAGE, a multiple of 16; KV_HEADS; FP16:
-// queries and results in float16 instead of bfloat16; SOFTCAP 0 or 1; KEYS of a tile, WARPS, DEPTH, BLOCKS (on a multiprocessor).
+// queries and results in float16 instead of bfloat16; SOFTCAP 0 or 1; FRESH; KEYS of a tile, WARPS, DEPTH, BLOCKS (on a
+// multiprocessor).
 
 #include "numbers.cuh"
 #include "e4m3_keys.cuh"
@@ -25,7 +26,6 @@ constexpr int STRIDE = KEYS * WARPS;                 // keys of a unit of shares
 constexpr int LOOKUPS = KEYS > PAGE ? KEYS / PAGE : 1;  // pages of a tile
 constexpr int HELD = 32 / LOOKUPS;                   // tiles whose pages a warp holds
 constexpr int QUADS = G * E / 4;                     // of four sums each, of a block
-constexpr int FRESH = 33;                            // keys of a request that a step writes at most: MAX_DRAFTS + 1
 static_assert((E == 64 || E == 128) && G <= 16 && PAGE % 16 == 0 && KEYS % 16 == 0, "");
 static_assert(RING >= HEADS * PADDED * 4 && (LOOKUPS == 1 ? PAGE % KEYS == 0 : KEYS == 2 * PAGE), "");
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.base.step import MAX_DRAFTS
 from headrace.kernels.attention import LONG_CONTEXT
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.attention.decodes import MANY_REQUESTS, DecodeStep, DecodeWorkspace
@@ -20,6 +21,8 @@ from headrace.kernels.launch import ceil_div
 
 MOST_GROUP, PAGE_STEP = 16, 16
 """Query heads of a kv head, at most; pages are multiples of so many tokens."""
+FRESH = MAX_DRAFTS + 1
+"""Keys of a request that a step writes, at most: the kernel asks for the others before these are written."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def list_macros(head_dim: int, group: int, num_kv_heads: int, page_size: int) ->
     shape = SHAPES[head_dim]
     return dict(
         E=head_dim, G=group, KV_HEADS=num_kv_heads, PAGE=page_size, KEYS=shape.keys, WARPS=shape.warps,
-        DEPTH=shape.depth, BLOCKS=shape.blocks,
+        DEPTH=shape.depth, BLOCKS=shape.blocks, FRESH=FRESH,
     )
 
 
