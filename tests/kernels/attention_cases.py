@@ -85,6 +85,14 @@ class Problem:
         backend.prepare(self.inputs)
         return backend.attend(self.q, self.pages, self.params)
 
+    def take(self, other: Problem) -> None:
+        """Have what ``other``, which is no larger, has: in the same tensors, which a captured graph reads."""
+        self.q.copy_(other.q)
+        self.inputs.kv_lens.copy_(other.inputs.kv_lens)
+        self.inputs.page_table.copy_(other.inputs.page_table)
+        count = other.pages.k.shape[0]
+        self.pages.k[:count], self.pages.v[:count] = other.pages.k, other.pages.v
+
     def error(self, out: torch.Tensor) -> float:
         """||out - expected|| / ||expected||; NaN never passes a comparison."""
         return float((out.double() - self.expected).norm() / self.expected.norm())
