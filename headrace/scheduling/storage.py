@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from headrace.base.messages import TierStats
 from headrace.base.step import PageMove
@@ -21,6 +22,8 @@ MOST_WRITING = 64
 """Pages of a group that are on their way to storage at a time: the host cannot evict these."""
 BATCH = 16
 """Pages of one move to storage."""
+MOST_DISTRUSTED = 1 << 16
+"""Keys of distrusted pages that are remembered, the latest."""
 LATE_S = 5.0
 """Seconds after which a request is queued without what has not come from storage."""
 
@@ -48,6 +51,7 @@ class StorageTier:
         self._unwritten: list[dict[bytes, None]] = [{} for _ in range(count)]
         self._num_writing = [0] * count
         self._fetching: list[dict[bytes, int]] = [{} for _ in range(count)]  # tickets by key
+        self._distrusted: dict[bytes, None] = {}
         self._waiting: dict[int, list[tuple[Request, int]]] = {}  # by ticket: requests with their epochs
         self._generation = 0
         self.held: dict[Request, _Wait] = {}  # by when they began to wait
@@ -65,6 +69,13 @@ class StorageTier:
         """The host has a new page."""
         if self.is_on:
             self._unwritten[group][key] = None
+
+    def distrust(self, keys: list[bytes]) -> None:
+        """Read pages with these keys no more, as their numbers may not be finite: storage keeps what it has."""
+        if self.is_on:
+            self._distrusted.update(dict.fromkeys(keys))
+            while len(self._distrusted) > MOST_DISTRUSTED:
+                del self._distrusted[next(iter(self._distrusted))]
 
     def start_writing(self) -> None:
         """Open tickets for pages that the host still has."""
@@ -91,7 +102,11 @@ class StorageTier:
     def start_reading(self, request: Request, keys: list[bytes], known: int) -> bool:
         """Ask storage for pages of a prompt behind the first ``known``, which are here; whether the request has to
         wait for an answer."""
-        if not self.is_on or request.skips_tiers or request.needs_all_tokens or len(keys) <= known:
+        if not self.is_on or request.skips_tiers or request.needs_all_tokens:
+            return False
+        if self._distrusted:
+            keys = list(takewhile(lambda key: key not in self._distrusted, keys))
+        if len(keys) <= known:
             return False
         found: list[set[bytes]] = [set() for _ in self._unwritten]
         for group in range(len(found)):
@@ -155,7 +170,7 @@ class StorageTier:
         lost = set(failed) if generation == self._generation else set(range(len(move.keys)))
         for index in reversed(range(len(move.keys))):
             self._fetching[move.group].pop(move.keys[index], None)
-            if index in lost:
+            if index in lost or move.keys[index] in self._distrusted:
                 self._host.give_back(move.group, move.target_pages[index])
             else:
                 self._host.put(move.group, move.keys[index], move.target_pages[index])

@@ -90,6 +90,7 @@ class Tiers:
         until they fail."""
         keys = keys[forget_unsound(self.ledger.tree, node) :]
         self.host.forget(keys)
+        self.storage.distrust(keys)
         self._refused |= {key for key in keys for writing in self._writing if key in writing}
 
     def start_writing(self) -> None:

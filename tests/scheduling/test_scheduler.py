@@ -308,6 +308,26 @@ def test_pages_of_a_failed_row_leave_the_host_too() -> None:
     assert engine.finishes["after"].num_cached_tokens == 0
 
 
+def test_pages_of_a_failed_row_are_not_read_from_storage_again() -> None:
+    """It keeps what it has: whoever read them would be computed twice."""
+    engine = make_engine(make_layout(60, host_pages=40, store_pages=8, has_storage=True), max_step_tokens=8)
+    engine.add(make_ask("bad", [1] * 20, 5))
+    engine.add(make_ask("beside", [2] * 4, 30))
+    while not any(engine.runner.tiers.storage):
+        engine.launch()
+        engine.land()
+    while "bad" not in engine.finishes:
+        engine.launch({"bad"})
+        engine.land()
+    engine.drain()
+    engine.scheduler.reset_prefix_cache()
+    assert engine.finishes["bad"].finish.error.kind == "step_failed"
+    engine.add(make_ask("after", [1] * 20, 1))
+    engine.add(make_ask("sound", [2] * 4 + engine.tokens["beside"], 1))
+    engine.drain()
+    assert engine.finishes["after"].num_cached_tokens == 0 < engine.finishes["sound"].num_cached_tokens
+
+
 def test_a_row_whose_own_grammar_allows_nothing_is_a_wrong_request() -> None:
     engine = make_engine(make_layout(60))
     engine.add(make_ask("bad", [1] * 8, 5))
