@@ -1,5 +1,5 @@
 """Pages of 8-bit floats, expanded for kernels that read keys and values in the dtype of the queries: those of a step's
-chunks, one layer after the other, into memory that all layers share.
+chunks, one layer after the other, into memory that the layers of a cache group share.
 
 R requests, P pages, K kv heads, E head dim.
 """
