@@ -15,6 +15,7 @@ import torch
 
 from headrace.base.errors import ConfigError
 from headrace.kernels.launch import ceil_div
+from headrace.layers.attention import HOPPER
 from headrace.layers.attention.contract import (
     AttentionGeometry,
     AttentionInputs,
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 LEAST_QUERIES = 128
 """Fewest query tokens in the longest chunk: below it the Triton kernel is faster, as flashinfer's tiles hold 128
 queries of one head (192 at head dim 64). Measured on an H200 at 64 and 128."""
-HOPPER = (9, 0)
 SPLIT_BYTES = 128 * 2**20
 """Workspace for keys split among programs; the kernels for Hopper never split them."""
 LEAST_BYTES = 2**20  # flashinfer wants a workspace even where nothing is split

@@ -23,6 +23,7 @@ from headrace.kernels.attention.prefixes import count_members, decode_behind_pre
 from headrace.kernels.attention.splits import Splitting
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes.hopper import DIVISIONS, SHORT_CONTEXTS, few_decodes
+from headrace.layers.attention import HOPPER
 from headrace.layers.attention.contract import (
     AttentionBackend,
     AttentionGeometry,
@@ -31,8 +32,6 @@ from headrace.layers.attention.contract import (
     KvPages,
 )
 
-OWN_CAPABILITY = (9, 0)
-"""That of `few_decodes` and `fp8_decodes`."""
 MOST_SPLIT = 128
 """Requests of which one may be long in a step that is captured by itself; more hide it better."""
 
@@ -96,11 +95,11 @@ class TritonAttention(PlannedBackend):
         # behind a window `fp8_decodes` is faster, with a kernel before it that rotates and writes
         kv_dtypes = ("bfloat16",) if geometry.window else ("bfloat16", "float8_e4m3fn")
         self._fuses = (
-            self.pdl and geometry.capability == OWN_CAPABILITY and geometry.head_dim in DIVISIONS
+            self.pdl and geometry.capability == HOPPER and geometry.head_dim in DIVISIONS
             and geometry.dtype == "bfloat16" and geometry.kv_dtype in kv_dtypes and not geometry.values_in_keys
         )
         self._reads_codes = (
-            self.pdl and geometry.capability == OWN_CAPABILITY and geometry.kv_dtype == "float8_e4m3fn"
+            self.pdl and geometry.capability == HOPPER and geometry.kv_dtype == "float8_e4m3fn"
             and not geometry.values_in_keys
         )
         self._short_contexts = SHORT_CONTEXTS if self._fuses else ()
