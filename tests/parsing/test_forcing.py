@@ -132,6 +132,17 @@ def test_inputs_of_custom_tools(name):
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_inputs_by_an_expression_with_anchors(name):
+    """They say that it matches the whole text, which it does anyway."""
+    schema = schema_of_input(r"^(?P<number>[0-9]+)|a\$$")
+    tag = force_calls(
+        [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}], TOOL_FORMATS.load(name)
+    )
+    for text, is_allowed in (("12", True), ("a$", True), ("a", False), ("^1", False), ("1$", False)):
+        assert allows(tag, written(name, ("f", {"input": text}))) is is_allowed, text
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
 def test_inputs_that_follow_a_grammar(name):
     lark = 'start: "*** " /[a-z]+/ LF (/"[^"]*"/ LF)* "end"\n%import common.LF'
     function = {"name": "patch", "parameters": schema_of_input(), "strict": True, "lark": lark}

@@ -15,6 +15,7 @@ _WHOLE = re.compile(
 )
 """What can be decoded of the inside of a JSON string: of a character in two halves both, or a half that stays alone."""
 _WHOLE_BEGIN, _WHOLE_END = "^(?:", ")$"
+_ANCHORED = re.compile(r"\^?((?:[^\\]|\\.)*?)\$?", re.DOTALL)
 MAX_BEGIN = 64
 """Characters within which the argument must have begun for its text to be told piece by piece."""
 
@@ -30,11 +31,14 @@ def schema_of_input(pattern: str | None = None) -> dict[str, Any]:
 
 
 def find_whole(schema: Any) -> str | None:
-    """The ``pattern`` that `schema_of_input` was given, from the schema of a text; None if it is of another form."""
+    """The ``pattern`` that `schema_of_input` was given, from the schema of a text, without anchors at its ends, which
+    say nothing here and are not taken within larger expressions; None if the schema is of another form."""
     pattern = schema.get("pattern") if isinstance(schema, dict) else None
     if not isinstance(pattern, str) or not (pattern.startswith(_WHOLE_BEGIN) and pattern.endswith(_WHOLE_END)):
         return None
-    return pattern[len(_WHOLE_BEGIN) : -len(_WHOLE_END)]
+    whole = pattern[len(_WHOLE_BEGIN) : -len(_WHOLE_END)]
+    found = _ANCHORED.fullmatch(whole)
+    return whole if found is None else found[1]
 
 
 class InputReader:
