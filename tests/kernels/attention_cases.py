@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 
 from headrace.kernels.attention.reference import attend_densely, read_codes, write_codes
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
@@ -92,6 +93,16 @@ class Problem:
         self.inputs.page_table.copy_(other.inputs.page_table)
         count = other.pages.k.shape[0]
         self.pages.k[:count], self.pages.v[:count] = other.pages.k, other.pages.v
+
+    def open(self, spare: int) -> None:
+        """Have lengths known on the device alone, and room for so many more tokens, which are NaN, and requests."""
+        inputs = self.inputs
+        self.q = torch.cat((self.q, self.q.new_full((spare, *self.q.shape[1:]), float("nan"))))
+        self.inputs = replace(
+            inputs, has_dynamic_lengths=True, num_tokens=inputs.num_tokens + spare, num_decodes=0, query_lens_cpu=[],
+            kv_lens_cpu=[], query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
+            kv_lens=F.pad(inputs.kv_lens, (0, spare)), page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
+        )
 
     def error(self, out: torch.Tensor) -> float:
         """||out - expected|| / ||expected||; NaN never passes a comparison."""

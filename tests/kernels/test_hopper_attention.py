@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_cases import Case, Problem, make_problem
 from planned_attention import attend_by_plan
 
@@ -67,17 +66,6 @@ def attend(
     return out, plan.claims
 
 
-def open_step(problem: Problem, spare: int) -> None:
-    """Lengths are known on the device alone; there is room for more tokens and requests."""
-    inputs = problem.inputs
-    problem.q = torch.cat((problem.q, torch.full_like(problem.q[:spare], float("nan"))))
-    problem.inputs = replace(
-        inputs, has_dynamic_lengths=True, num_tokens=inputs.num_tokens + spare, num_decodes=0, query_lens_cpu=[],
-        kv_lens_cpu=[], query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
-        kv_lens=F.pad(inputs.kv_lens, (0, spare)), page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
-    )
-
-
 HALF_TYPES = [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
 
 
@@ -124,7 +112,7 @@ def test_the_backend_on_steps_of_both_kinds(name, dtype, tolerance, on_hopper):
     backend, num_tokens = HopperAttention(problem.geometry, torch.device("cuda")), problem.inputs.num_tokens
     assert problem.error(problem.run(backend)) < tolerance
     assert backend._is_own
-    open_step(problem, 3)
+    problem.open(3)
     assert problem.error(problem.run(backend)[:num_tokens]) < tolerance
 
 
@@ -132,7 +120,7 @@ def test_the_backend_on_steps_of_both_kinds(name, dtype, tolerance, on_hopper):
 def test_captured_steps_read_lengths_on_the_device(on_hopper):
     problem = make_problem(CASES["mixed"], "cuda", torch.bfloat16)
     num_tokens = problem.inputs.num_tokens
-    open_step(problem, 3)
+    problem.open(3)
     backend = HopperAttention(problem.geometry, torch.device("cuda"))
     problem.run(backend)
     starts, lens = problem.inputs.query_start, problem.inputs.kv_lens
@@ -175,7 +163,7 @@ def test_the_backend_plans_chunks_for_its_kernel(case, is_open, in_interpreter):
     problem = make_problem(case, "cpu", torch.float16)
     backend, num_tokens = HopperAttention(problem.geometry, CPU), problem.inputs.num_tokens
     if is_open:
-        open_step(problem, 3)
+        problem.open(3)
     assert problem.error(problem.run(backend)[:num_tokens]) < 2e-3
     assert len(in_interpreter) == (is_open or case.decodes < len(case.spans))
     for plan in in_interpreter:

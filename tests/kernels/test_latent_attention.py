@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_cases import Case, Problem, make_problem
 from devices import DEVICES, ON_GPU, in_turns
 
@@ -70,15 +69,8 @@ def test_the_reference_says_the_same():
 
 
 def open_problem(case: Case, device: str, dtype: torch.dtype, spare: int) -> Problem:
-    """Spans known on the device alone, with room left in tokens and in requests."""
     problem = make_problem(case, device, dtype)
-    inputs = problem.inputs
-    problem.q = torch.cat((problem.q, torch.full_like(problem.q[:1], float("nan")).expand(spare, -1, -1)))
-    problem.inputs = replace(
-        inputs, has_dynamic_lengths=True, num_tokens=inputs.num_tokens + spare, num_decodes=0, query_lens_cpu=[],
-        kv_lens_cpu=[], query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
-        kv_lens=F.pad(inputs.kv_lens, (0, spare)), page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
-    )
+    problem.open(spare)
     return problem
 
 

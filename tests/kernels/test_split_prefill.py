@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_cases import Case, Problem, make_problem
 from planned_attention import attend_by_plan, find_blocks
 
@@ -157,17 +156,6 @@ def plans(monkeypatch):
 LONG = ((1, 75), (20, 1500), (40, 2600), (9, 9))
 
 
-def open_step(problem: Problem, spare: int) -> None:
-    """Lengths are known on the device alone; there is room for more tokens and requests."""
-    inputs = problem.inputs
-    problem.q = torch.cat((problem.q, torch.zeros_like(problem.q[:spare])))
-    problem.inputs = replace(
-        inputs, has_dynamic_lengths=True, num_tokens=inputs.num_tokens + spare, num_decodes=0, query_lens_cpu=[],
-        kv_lens_cpu=[], query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
-        kv_lens=F.pad(inputs.kv_lens, (0, spare)), page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
-    )
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("case", [
@@ -178,7 +166,7 @@ def test_the_backend_divides_keys(case, is_open, plans):
     num_tokens = problem.inputs.num_tokens
     backend = HopperAttention(problem.geometry, CPU)
     if is_open:
-        open_step(problem, 3)
+        problem.open(3)
     assert problem.error(problem.run(backend)[:num_tokens]) < 2e-3
     counts = count_by_request(plans[0])
     assert counts[1] > 1 and counts[2] > 1 and counts[3] == 1
@@ -280,7 +268,7 @@ def test_the_backend_on_steps_of_both_kinds(name, on_hopper):
     assert backend._is_own and backend._plan.workspace is backend._split_workspace
     if name == "alone-1":
         return  # a decode, in a step of the other kind
-    open_step(problem, 3)
+    problem.open(3)
     assert problem.error(problem.run(backend)[:num_tokens]) < 1e-2
     assert max(count_by_request(backend._plan).values()) > 1
 
@@ -288,7 +276,8 @@ def test_the_backend_on_steps_of_both_kinds(name, on_hopper):
 @pytest.mark.cuda
 def test_captured_steps_divide_by_lengths_on_the_device(on_hopper):
     problem = make_problem(Case(((1, 3000), (64, 8256), (90, 5000)), **SHAPE), "cuda", torch.bfloat16)
-    open_step(problem, 40)
+    problem.open(40)
+    problem.q.nan_to_num_()  # steps below have more tokens than the problem
     backend = HopperAttention(problem.geometry, torch.device("cuda"))
     problem.run(backend)
     starts, lens = problem.inputs.query_start, problem.inputs.kv_lens

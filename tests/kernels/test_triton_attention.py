@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_cases import Case, make_problem
 from devices import DEVICES, ON_GPU
 
@@ -56,14 +55,8 @@ def test_matches_dense_attention(name, device, dtype, tolerance):
 def test_open_steps(name, device, dtype, tolerance):
     """Spans known on the device alone, with room left in tokens and in requests."""
     problem = make_problem(CASES[name], device, dtype)
-    inputs, spare = problem.inputs, 3
-    num_tokens = inputs.num_tokens
-    problem.q = torch.cat((problem.q, torch.full_like(problem.q[:spare], float("nan"))))
-    problem.inputs = replace(
-        inputs, has_dynamic_lengths=True, num_tokens=num_tokens + spare, num_decodes=0, query_lens_cpu=[],
-        kv_lens_cpu=[], query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
-        kv_lens=F.pad(inputs.kv_lens, (0, spare)), page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
-    )
+    num_tokens = problem.inputs.num_tokens
+    problem.open(3)
     out = problem.run(TritonAttention(problem.geometry, torch.device(device)))
     assert problem.error(out[:num_tokens]) < tolerance
 
