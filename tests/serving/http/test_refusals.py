@@ -11,6 +11,7 @@ from fake_client import FakeClient
 from headrace.base.config import EngineConfig
 from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import ServerConfig
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
@@ -44,6 +45,8 @@ async def test_a_decode_server_hears_of_what_its_prefill_server_refuses(mode: st
                 assert 400 <= answer.status_code < 500, answer.text
                 words = answer.json()["error"]["message"]
                 assert declined == ([(rooms, words)] if is_told else [])
+            await http.post(path, json=body | fields | {"bootstrap_room": [*range(5000)]})
+            assert all(len(rooms) <= ServerConfig().max_batch_prompts for rooms, _ in declined), "a message for each"
             declined.clear()
             assert (await http.post(path, json=body)).status_code >= 400 and not declined
 

@@ -17,7 +17,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.disaggregation import BOOTSTRAP_PORT
 from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.sampling import SamplingParams, TransferSpec
-from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.context import AppContext, context_of
 from headrace.serving.http.generation.sampling import spread
 from headrace.serving.http.protocol.fields import TransferParams
 from headrace.serving.http.protocol.openai import TransferAnswer
@@ -77,11 +77,13 @@ def telling_refusals(handler: Handler) -> Handler:
     return handle
 
 
-def note_rooms(request: Request, body: ExchangeBody, config: EngineConfig) -> None:
-    """For `telling_refusals`: where a decode engine waits, if this is a prefill server."""
-    if body.bootstrap_room is not None and config.disaggregation.disaggregation_mode == "prefill":
+def note_rooms(request: Request, body: ExchangeBody, context: AppContext) -> None:
+    """For `telling_refusals`: where a decode engine waits, if this is a prefill server. No more rooms than a request
+    may have prompts: the engine sends a message for each."""
+    if body.bootstrap_room is not None and context.client.config.disaggregation.disaggregation_mode == "prefill":
         rooms = body.bootstrap_room if isinstance(body.bootstrap_room, list) else [body.bootstrap_room]
-        request.scope.setdefault("state", {})[ROOMS] = [str(room) for room in rooms]
+        known = [str(room) for room in rooms[: context.server.max_batch_prompts]]
+        request.scope.setdefault("state", {})[ROOMS] = known
 
 
 def answer_router(

@@ -219,7 +219,7 @@ class ChatEvents(Events):
 async def create_chat_completion(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
     context, body = await read_request(request, BODY)
-    note_rooms(request, body, context.client.config)
+    note_rooms(request, body, context)
     check_stream_options(body)
     chat = await prepare_chat(request, context, body, id_prefix="chatcmpl-")
     plan, names = chat.plan, TokenNames(

@@ -79,7 +79,7 @@ async def _surround_gap(
 async def create_completion(request: Request) -> JsonResponse | EventStream:
     """Continue prompts."""
     context, body = await read_request(request, BODY)
-    note_rooms(request, body, context.client.config)
+    note_rooms(request, body, context)
     adapter = context.check_request(body.model)
     check_stream_options(body)
     prompts = split_inputs(body.prompt, context.server.max_batch_prompts, "prompt", noun="prompts")

@@ -110,7 +110,7 @@ def _adapter(body: GenerateRequest, context: AppContext, num_prompts: int) -> st
 async def generate(request: Request) -> JsonResponse | EventStream:
     """Continue one prompt or a batch."""
     context, body = await read_request(request, BODY)
-    note_rooms(request, body, context.client.config)
+    note_rooms(request, body, context)
     context.check_available()
     for name, value in (("top_logprobs_num", body.top_logprobs_num), ("token_ids_logprob", body.token_ids_logprob)):
         if value and not body.return_logprob:
