@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from fakes import FakeExecutor, FakePending, continuation, engine_over
 
@@ -9,7 +12,7 @@ from headrace.base.config import engine_config
 from headrace.base.messages import Call, EngineRequest, FromEngine, Outputs, ToEngine
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.service.client import local
-from headrace.service.client.local import LocalClient
+from headrace.service.client.local import LocalClient, _Intake
 from headrace.service.process import EngineLoop
 
 LENGTH = 4
@@ -111,3 +114,16 @@ def test_one_request_begins_and_the_next_are_many(monkeypatch: pytest.MonkeyPatc
     assert [output.outputs[0].token_ids for output in outputs] == [continuation(prompt, LENGTH) for prompt in prompts]
     assert [len(plan.rows) for plan in made[0].launched[:3]] == [1, 1 + 5, 1 + 5 + 3]
     client.close()
+
+
+def test_no_more_is_prepared_than_the_engine_takes():
+    """Where it is full, prompts would else pile up in memory: those of its next requests are there."""
+    stop = StopSpec(max_tokens=1)
+    jobs = (
+        SimpleNamespace(requests=[EngineRequest(f"{nth}", [1] * 999, SamplingSpec(), stop)]) for nth in range(10**6)
+    )
+    intake = _Intake(cast(Any, jobs), window=3)
+    taken = [len(list(intake.take())) for _ in range(50)]
+    assert sum(taken) == 3 and len(intake.jobs) <= 2 * local.LEAST_QUEUED
+    del intake.running["0"]
+    assert [request.request_id for request in intake.take()] == ["3"]

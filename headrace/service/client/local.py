@@ -53,6 +53,7 @@ class _Intake:
         self.held: dict[str, list[RequestOutput]] = {}
         self._source: Iterator[Job] | None = source
         self._waiting: deque[tuple[EngineRequest, Job]] = deque()
+        self._num_tokens = 0  # of prompts that wait
         self._window, self._least = window, 1
 
     @property
@@ -69,20 +70,20 @@ class _Intake:
             self._waiting and len(self.running) < self._window and (num_tokens < TOKENS_QUEUED or num_taken < least)
         ):
             request, job = self._waiting.popleft()
-            num_taken, num_tokens = num_taken + 1, num_tokens + len(request.prompt_token_ids)
+            length = len(request.prompt_token_ids)
+            num_taken, num_tokens, self._num_tokens = num_taken + 1, num_tokens + length, self._num_tokens - length
             self.running[request.request_id] = job
             yield request
 
     def _take_jobs(self, least: int) -> None:
-        num_taken = num_tokens = 0
-        while self._source is not None and (num_tokens < TOKENS_QUEUED or num_taken < least):
+        while self._source is not None and (self._num_tokens < TOKENS_QUEUED or len(self._waiting) < least):
             job = next(self._source, None)
             if job is None:
                 self._source = None
                 return
             self.jobs.append(job)
             for request in job.requests:
-                num_taken, num_tokens = num_taken + 1, num_tokens + len(request.prompt_token_ids)
+                self._num_tokens += len(request.prompt_token_ids)
                 self._waiting.append((request, job))
 
 
