@@ -228,7 +228,9 @@ def test_a_prefill_engine_that_never_hears_of_the_request(start, llama, expected
 
 
 @pytest.mark.parametrize("lack", ["queue", "region"])
-def test_what_the_prefill_engine_has_no_place_for_is_computed_at_once(lack: str, start, llama, expected, monkeypatch):
+def test_what_the_prefill_engine_has_no_place_for_is_computed_at_once(
+    lack: str, start, llama, expected, monkeypatch, caplog: pytest.LogCaptureFixture
+):
     folder, options, prompts = llama
     decode = start(folder, options, "decode")
     if lack == "region":
@@ -236,18 +238,20 @@ def test_what_the_prefill_engine_has_no_place_for_is_computed_at_once(lack: str,
     prefill = start(folder, {**options, "max_queued": 1} if lack == "queue" else options, "prefill")
     if lack == "queue":
         prefill.submit("waits", prompts[0])
-    began = time.monotonic()
     for i, prompt in enumerate(prompts[:3]):
         prefill.submit(f"r{i}", prompt, room=f"{i}")
         decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
     run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
     assert [decode.tokens(f"r{i}") for i in range(3)] == expected[:3]
-    assert time.monotonic() - began < 4.0, "sooner than an agent waits for a room"
+    assert "without the prefill engine" in caplog.text
+    assert "got no such request within" not in caplog.text, "sooner than an agent waits for a room"
     settle([prefill, decode])
 
 
 @pytest.mark.parametrize("lack", ["size", "time"])
-def test_pages_that_the_decode_engine_has_no_place_for_are_given_up(lack: str, start, llama, expected, monkeypatch):
+def test_pages_that_the_decode_engine_has_no_place_for_are_given_up(
+    lack: str, start, llama, expected, monkeypatch, caplog: pytest.LogCaptureFixture
+):
     """They would keep memory of the prefill engine until nobody can have fetched them."""
     folder, options, prompts = llama
     prefill = start(folder, options, "prefill")
@@ -259,9 +263,8 @@ def test_pages_that_the_decode_engine_has_no_place_for_are_given_up(lack: str, s
         decode.gate._leases.acquire(0, decode.gate._leases.num_bytes)
     prefill.submit("r0", prompts[0], room="0")
     decode.submit("r0", prompts[0], room="0", fetches_from=prefill.port)
-    began = time.monotonic()
     run_until([prefill, decode], lambda: decode.is_done("r0") and not prefill.gate._held)
-    assert decode.tokens("r0") == expected[0] and time.monotonic() - began < 4.0
+    assert decode.tokens("r0") == expected[0] and "pages were not fetched: the decode engine gave it up" in caplog.text
     assert prefill.gate.outcomes == decode.gate.outcomes == {"lost": 1}
     decode.gate._leases.release(0)
     settle([prefill, decode])
