@@ -10,6 +10,7 @@ from headrace.base.messages import Finish, RequestOutput
 from headrace.base.step import TokenLogprobs
 from headrace.scheduling.admission import OutputForecast
 from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.cache.prefix_tree import find_unsound
 from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.exchange import Exchange
 from headrace.scheduling.fairness import Share
@@ -77,7 +78,7 @@ class Lifecycle:
         itself, beside the cache; otherwise it ends."""
         node, keys = self._tiers.find_suspects(request)
         output = None
-        if node.parent is None or node.is_sound or request.was_doubted:
+        if request.was_doubted or find_unsound(node) is None:
             output = self.finish(request, finish, [], keep_pages=False)
         else:
             request.was_doubted = request.skips_tiers = True

@@ -276,6 +276,26 @@ def test_what_a_failed_row_has_stored_is_forgotten(window: int) -> None:
     engine.check_outputs()
 
 
+def test_pages_that_fill_a_gap_in_a_sound_prefix_are_forgotten_too() -> None:
+    """The window's pages had gone, and were computed again: nobody has read these."""
+    engine = make_engine(make_layout(60, window=4, window_pages=8), max_step_tokens=8)
+    engine.add(make_ask("first", [1] * 16, 1))
+    engine.drain()
+    engine.add(make_ask("other", [2] * 40, 1))  # takes pages of the window
+    engine.drain()
+    engine.add(make_ask("bad", [1] * 17, 5))
+    engine.launch()
+    engine.land()
+    while "bad" not in engine.finishes:
+        engine.launch({"bad"})
+        engine.land()
+    engine.drain()
+    engine.add(make_ask("after", [1] * 17, 1))
+    engine.drain()
+    assert engine.finishes["after"].num_cached_tokens == 0
+    engine.check_outputs()
+
+
 def test_who_read_pages_of_a_failed_row_computes_them_anew() -> None:
     """The bad one does so, too, and fails again."""
     engine = make_engine(make_layout(60, max_rows=4), max_step_tokens=24)

@@ -12,8 +12,8 @@ class Node:
     ``key`` is the run's token ids, four bytes each. ``pages[g]`` are group g's pages for the LAST ``len(pages[g])``
     pages of the run: complete in a chained group; shorter, down to empty, where the head is a tombstone.
     ``holders`` counts requests whose stored prefix ends exactly here; they keep the node, not its pages, alive.
-    ``is_sound``: a request that read all of the prefix got finite logits. ``children`` are found by the bytes of their
-    first page. The root has an empty run and its namespace as label.
+    ``is_sound``: a request that read all of the prefix, and these pages of the run, got finite logits. ``children`` are
+    found by the bytes of their first page. The root has an empty run and its namespace as label.
     """
 
     __slots__ = ("children", "end", "holders", "is_sound", "key", "last_use", "namespace", "pages", "parent", "start")

@@ -215,6 +215,7 @@ class PrefixTree:
         if low < have:  # the node lacks [low, have), the offer has it
             taken = offer[low - shift : have - shift]
             node.pages[group][:0] = taken
+            node.is_sound = False  # nobody has read these
             for page in taken:
                 self.refs[group][page] = 1
         # Both have [max(low, have), node.end): the request goes on with the tree's pages, pinned for it.
@@ -325,18 +326,25 @@ class PrefixTree:
 def note_sound(node: Node) -> None:
     """A request that read the whole prefix that ends at ``node`` got finite logits."""
     step: Node | None = node
-    while step is not None and not step.is_sound:
+    while step is not None:
         step.is_sound = True
         step = step.parent
 
 
-def forget_unsound(tree: PrefixTree, node: Node) -> int:
-    """Drop the unpinned pages on the path to ``node`` of which nobody knows that they are sound, and all below them;
-    returns the number of the first such page."""
+def find_unsound(node: Node) -> Node | None:
+    """The first node on the path to ``node`` of which nobody knows that it is sound; None if there is none."""
     top: Node | None = None
     step: Node | None = node
-    while step is not None and step.parent is not None and not step.is_sound:
-        step, top = step.parent, step
+    while step is not None and step.parent is not None:
+        top = top if step.is_sound else step
+        step = step.parent
+    return top
+
+
+def forget_unsound(tree: PrefixTree, node: Node) -> int:
+    """Drop the unpinned pages on the path to ``node`` from the first of which nobody knows that it is sound, and all
+    below them; returns the number of that page."""
+    top = find_unsound(node)
     for each in reversed(list(walk_below([top] if top is not None else []))):
         for group, policy in enumerate(tree._policies):
             if each.pages[group]:  # else it may have left the tree
