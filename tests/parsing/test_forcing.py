@@ -140,6 +140,11 @@ def test_inputs_by_an_expression_with_anchors(name):
     )
     for text, is_allowed in (("12", True), ("a$", True), ("a", False), ("^1", False), ("1$", False)):
         assert allows(tag, written(name, ("f", {"input": text}))) is is_allowed, text
+    if (writing := TOOL_FORMATS.load(name).writing).pair and not writing.quotes:
+        schema = schema_of_input("a|b)|(c")  # would take a text for a whole call
+        function = {"name": "f", "parameters": schema, "strict": True}
+        with pytest.raises(RequestError, match="is not whole"):
+            allows(force_calls([{"type": "function", "function": function}], TOOL_FORMATS.load(name)), "")
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())

@@ -295,11 +295,11 @@ def enforces_lark(writing: Writing | None) -> bool:
 def _text_up_to(end: str, token: str, pattern: str | None) -> list[Node]:
     """Any text (with ``pattern``, that which it matches), then ``end``. If ``end`` contains the special token
     ``token``, which cannot be searched for as text, the characters before it must end the value."""
-    if token and token in end:
-        at = end.index(token)
-        text = r"(.|\n)*" if pattern is None else f"({pattern})"
-        return [{"type": "regex", "pattern": text + re.escape(end[:at])}, _text(end[at:])]
     marker, rest = _split_end(end)
+    if token and token in end:
+        marker, rest = end[: end.index(token)], end[end.index(token) :]
+        if pattern is None:
+            return [{"type": "regex", "pattern": r"(.|\n)*" + re.escape(marker)}, _text(rest)]
     content = ANY_TEXT if pattern is None else {"type": "regex", "pattern": pattern}
     return [{"type": "tag", "begin": "", "content": content, "end": marker}, _text(rest)]
 
