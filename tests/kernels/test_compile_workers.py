@@ -134,9 +134,12 @@ def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_the
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("folder", [None, "/somewhere"])
+@pytest.mark.parametrize("has_folder", [False, True])
 @pytest.mark.parametrize("writes", [False, True])
-def test_they_keep_bytecode_where_this_process_does(monkeypatch: pytest.MonkeyPatch, folder: str | None, writes: bool):
+def test_they_keep_bytecode_where_this_process_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_folder: bool, writes: bool
+):
+    folder = str(tmp_path / "bytecode") if has_folder else None  # this process writes there, too
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     monkeypatch.setattr(sys, "pycache_prefix", folder)
