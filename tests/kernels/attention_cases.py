@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.attention.reference import attend_densely, read_codes, write_codes
-from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.contract import (
+    AttentionBackend,
+    AttentionGeometry,
+    AttentionInputs,
+    AttentionParams,
+    KvPages,
+)
 from headrace.layers.attention.reference import ReferenceAttention
 
 
@@ -85,6 +91,19 @@ class Problem:
     def run(self, backend) -> torch.Tensor:
         backend.prepare(self.inputs)
         return backend.attend(self.q, self.pages, self.params)
+
+    def check_replays(self, other: Problem, backend: AttentionBackend, tolerance: float) -> None:
+        """A captured step is right each time that it is replayed, and then with what ``other`` has, see `take`."""
+        self.run(backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = backend.attend(self.q, self.pages, self.params)
+        for _ in range(2):
+            graph.replay()
+            assert self.error(out) < tolerance
+        self.take(other)
+        graph.replay()
+        assert other.error(out) < tolerance
 
     def take(self, other: Problem) -> None:
         """Have what ``other``, which is no larger, has: in the same tensors, which a captured graph reads."""

@@ -132,16 +132,7 @@ def test_a_graph_replays_with_other_lengths(on_hopper):
         for lens in ((12, 4000, 1), (700, 129, 3000))
     )
     backend = DependentLaunchTritonAttention(problem.geometry, torch.device("cuda"))
-    problem.run(backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = backend.attend(problem.q, problem.pages, problem.params)
-    for _ in range(2):
-        graph.replay()
-        assert problem.error(out) < 1e-2
-    problem.take(other)
-    graph.replay()
-    assert other.error(out) < 1e-2
+    problem.check_replays(other, backend, 1e-2)
 
 
 @pytest.mark.cuda

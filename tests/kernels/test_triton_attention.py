@@ -274,13 +274,4 @@ def test_decode_replays_in_a_graph_with_other_lengths():
     problem = make_problem(Case(((1, 12), (1, 4000), (1, 1)), **shape), "cuda", torch.bfloat16)
     other = make_problem(Case(((1, 700), (1, 129), (1, 3000)), **shape), "cuda", torch.bfloat16)
     backend = TritonAttention(problem.geometry, torch.device("cuda"))
-    problem.run(backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = backend.attend(problem.q, problem.pages, problem.params)
-    for _ in range(2):
-        graph.replay()
-        assert problem.error(out) < 1e-2
-    problem.take(other)
-    graph.replay()
-    assert other.error(out) < 1e-2
+    problem.check_replays(other, backend, 1e-2)

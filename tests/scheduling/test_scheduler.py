@@ -17,6 +17,13 @@ def finish_reasons(engine: FakeEngine) -> dict[str, str]:
 # -- plans --------------------------------------------------------------------------------------------------------
 
 
+def fail(engine: FakeEngine, name: str) -> None:
+    """Take steps in which the row of a request fails, until it has ended."""
+    while name not in engine.finishes:
+        engine.launch({name})
+        engine.land()
+
+
 def test_decodes_come_first_and_prefills_share_what_is_left_of_the_budget() -> None:
     engine = make_engine(make_layout(60, max_rows=5), max_step_tokens=16)
     engine.add(make_ask("a", [1] * 3, 9))
@@ -265,9 +272,7 @@ def test_what_a_failed_row_has_stored_is_forgotten(window: int) -> None:
     engine.add(make_ask("bad", [1] * 24, 5))
     engine.launch()
     engine.land()
-    while "bad" not in engine.finishes:
-        engine.launch({"bad"})
-        engine.land()
+    fail(engine, "bad")
     assert engine.finishes["bad"].finish.error.kind == "step_failed"
     for name, prompt, cached in (("same", [1] * 24, 8), ("known", [1] * 8 + [3] * 9, 16)):
         engine.add(make_ask(name, prompt, 1))
@@ -286,9 +291,7 @@ def test_pages_that_fill_a_gap_in_a_sound_prefix_are_forgotten_too() -> None:
     engine.add(make_ask("bad", [1] * 17, 5))
     engine.launch()
     engine.land()
-    while "bad" not in engine.finishes:
-        engine.launch({"bad"})
-        engine.land()
+    fail(engine, "bad")
     engine.drain()
     engine.add(make_ask("after", [1] * 17, 1))
     engine.drain()
@@ -306,9 +309,7 @@ def test_who_read_pages_of_a_failed_row_computes_them_anew() -> None:
     assert engine.launch({"bad", "reader"}).lengths == [16, 1]
     engine.land()
     assert not engine.finishes
-    while "bad" not in engine.finishes:
-        engine.launch({"bad"})
-        engine.land()
+    fail(engine, "bad")
     engine.drain()
     assert engine.finishes["bad"].finish.error.kind == "step_failed" and len(engine.tokens["reader"]) == 5
     engine.check_outputs()
@@ -336,9 +337,7 @@ def test_pages_of_a_failed_row_are_not_read_from_storage_again() -> None:
     while not any(engine.runner.tiers.storage):
         engine.launch()
         engine.land()
-    while "bad" not in engine.finishes:
-        engine.launch({"bad"})
-        engine.land()
+    fail(engine, "bad")
     engine.drain()
     engine.scheduler.reset_prefix_cache()
     assert engine.finishes["bad"].finish.error.kind == "step_failed"

@@ -52,8 +52,8 @@ def offered_tools(tools: list[AnyTool] | None, choice: AnyToolChoice = None) -> 
     the field."""
     names: set[str] = set()
     functions = [_as_function(tool) for tool in tools or ()]
-    for index, function in enumerate(functions):
-        where = f"tools[{index}].{'custom' if isinstance((tools or ())[index], CustomTool) else 'function'}"
+    for index, (tool, function) in enumerate(zip(tools or (), functions, strict=True)):
+        where = f"tools[{index}].{'custom' if isinstance(tool, CustomTool) else 'function'}"
         _check_tool(function, where)
         if function.name in names:
             raise RequestError(f"{where}.name {function.name!r} is used twice", param=f"{where}.name")
