@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_cases import config_json, make_oracle, prompt
 from harness import build_harness
-from test_parity import TOLERANCE, config_json, make_oracle, oracle_logits, prefill_in_chunks, prompt
+from test_parity import TOLERANCE, oracle_logits, prefill_in_chunks
 
 from headrace.base.registry import Registry
 from headrace.models import catalog

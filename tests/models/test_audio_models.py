@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,7 @@ ENCODER = {
 }
 
 
-@pytest.fixture(scope="module")
-def listener(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def make_listener(folder: Path) -> transformers.PreTrainedModel:
     text = {
         "model_type": "qwen2", "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -49,7 +49,14 @@ def listener(tmp_path_factory: pytest.TempPathFactory) -> Any:
         text_config=text, audio_config={"model_type": "qwen2_audio_encoder", **ENCODER}, audio_token_index=AUDIO_ID
     )
     model = transformers.Qwen2AudioForConditionalGeneration(config)
-    return model, save_model(model, tmp_path_factory.mktemp("qwen2_audio"))
+    save_model(model, folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def listener(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("qwen2_audio")
+    return make_listener(folder), folder
 
 
 def add_clip(prompt: Prompt, num_frames: int, seed: int) -> Prompt:
@@ -86,14 +93,20 @@ WINDOW = 64
 """Placeholders of a window of `POSITIONS`."""
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def make_writer(folder: Path) -> transformers.PreTrainedModel:
     config = transformers.WhisperConfig(
         **ENCODER, vocab_size=VOCAB, decoder_layers=3, decoder_attention_heads=2, decoder_ffn_dim=40,
         max_target_positions=40, decoder_start_token_id=1, pad_token_id=0, bos_token_id=0, eos_token_id=0,
     )
     model = transformers.WhisperForConditionalGeneration(config)
-    return model, save_model(model, tmp_path_factory.mktemp("whisper"))
+    save_model(model, folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("whisper")
+    return make_writer(folder), folder
 
 
 def hear(seed: int, *ids: int) -> Prompt:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import harness
 import pytest
 import torch
-from test_parity import TOLERANCE, config_json, make_oracle, oracle_logits, prefill_in_chunks, prompt
+from family_cases import config_json, make_oracle, prompt
+from test_parity import TOLERANCE, oracle_logits, prefill_in_chunks
 
 from headrace.base.cache import CacheSpec
 from headrace.layers.attention.contract import AttentionParams

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import CASES, config_json, make_oracle, prompt
 from harness import build_harness, dequantise_blocks
-from test_parity import CASES, config_json, make_oracle, oracle_logits, prompt
+from test_parity import oracle_logits
 
 from headrace.base.errors import ConfigError, WeightError
 from headrace.layers import latent_attention

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from draft_rig import DraftRig, load_both, write_folder
-from test_parity import BASE, VOCAB, config_json, make_oracle, prompt
+from family_cases import BASE, VOCAB, config_json, make_oracle, prompt
 
 from headrace.base.errors import ConfigError, ModelError, WeightError
 from headrace.execution.draft_loading import DraftChoice

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import CASES, config_json, make_oracle, prompt
 from harness import Harness, build_harness
-from test_parity import CASES, TOLERANCE, config_json, make_oracle, prompt
+from test_parity import TOLERANCE
 
 from headrace.kernels.rowwise.reference import write_sum
 from headrace.layers.batch import Features, FeatureSpec

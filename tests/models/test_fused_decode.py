@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from family_cases import CASES, config_json, make_oracle, prompt
 from harness import ATTENTION_BACKENDS, Harness, Sequence, build_harness
 from test_layers_together import LENGTHS, build
-from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels import native
 from headrace.kernels.block_scaled import quantise_mxfp4

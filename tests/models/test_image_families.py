@@ -27,6 +27,7 @@ from media_rig import (
 from headrace.base.errors import ConfigError
 from headrace.base.media_facts import TiledPixels
 from headrace.models.llava.family import NEXT, read_media
+from headrace.service.engine import Engine
 
 TEXT = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -102,27 +103,39 @@ SCALED = {
 }
 
 
+def make_mistral3(
+    folder: Path, activation: str = "gelu", decoder: dict[str, Any] | None = None
+) -> transformers.PreTrainedModel:
+    vision = {"model_type": "pixtral", **VISION, "head_dim": 16, "hidden_act": activation}
+    config = transformers.Mistral3Config(
+        text_config={**(decoder or {"model_type": "mistral"}), **TEXT, "head_dim": 12}, vision_config=vision,
+        image_token_index=IMAGE_ID,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    save_model(model, folder)
+    return model
+
+
+def with_breaks(seed: int, sizes: list[tuple[int, int]]) -> Prompt:
+    """Images of these sizes, with a token behind each row of patches."""
+    prompt = Prompt().text(3, 4 + seed)
+    for height, width in sizes:
+        values = np.random.default_rng(seed).standard_normal((1, 3, height, width)).astype(np.float32)
+        rows = [[*[IMAGE_ID] * (width // 8), 105] for _ in range(height // 8)]
+        prompt.add("image", values, height * width // 64, grid=(height, width), runs=rows).text(7)
+    return prompt
+
+
 @pytest.mark.parametrize(
     ("activation", "decoder"),
     [("gelu", {"model_type": "mistral"}), ("silu", {"model_type": "ministral3", "rope_parameters": SCALED})]
 )
 def test_images_of_any_size_with_breaks_between_rows(tmp_path: Path, activation: str, decoder: dict):
     """Also where queries are scaled by their positions."""
-    vision = {"model_type": "pixtral", **VISION, "head_dim": 16, "hidden_act": activation}
-    config = transformers.Mistral3Config(
-        text_config={**decoder, **TEXT, "head_dim": 12}, vision_config=vision, image_token_index=IMAGE_ID,
-    )
-    model = transformers.Mistral3ForConditionalGeneration(config)
-    save_model(model, tmp_path)
+    model = make_mistral3(tmp_path, activation, decoder)
     engine = start_engine(tmp_path, max_step_tokens=9)
-    asks, sizes = [], [[(16, 24)], [(8, 8), (24, 16)], []]
-    for seed, own in enumerate(sizes):
-        prompt = Prompt().text(3, 4 + seed)
-        for height, width in own:
-            values = np.random.default_rng(seed).standard_normal((1, 3, height, width)).astype(np.float32)
-            rows = [[*[IMAGE_ID] * (width // 8), 105] for _ in range(height // 8)]
-            prompt.add("image", values, height * width // 64, grid=(height, width), runs=rows).text(7)
-        asks.append(prompt)
+    sizes = [[(16, 24)], [(8, 8), (24, 16)], []]
+    asks = [with_breaks(seed, own) for seed, own in enumerate(sizes)]
     for outputs, prompt, own in zip(run_beside(engine, Prompt([5]), asks), asks, sizes, strict=True):
         inputs: dict[str, Any] = {}
         if own:
@@ -171,22 +184,24 @@ def make_tiled(folder: Path, name: str) -> transformers.PreTrainedModel:
     return model
 
 
+def of_tiles(engine: Engine, seed: int, *sizes: tuple[int, int]) -> Prompt:
+    """Images of these sizes in the tiles that the engine's model has for them."""
+    facts, prompt = engine.executor.facts.media, Prompt().text(3, 4 + seed)
+    assert facts is not None and isinstance(facts.pixels, TiledPixels)
+    for height, width in sizes:
+        grid = facts.pixels.find_grid(height, width)
+        tiles = np.random.default_rng(seed).standard_normal((1 + np.prod(grid.tiles), 3, SIZE, SIZE))
+        count = NUM_PATCHES + grid.num_tokens
+        prompt.add("image", tiles.astype(np.float32), count, grid=(height, width)).text(7)
+    return prompt
+
+
 @pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
 def test_tiles_of_images_of_any_size(tmp_path: Path, name: str):
     """Wide, tall and square ones, with padding of tiles taken away; of two tiles and more resampled."""
     model = make_tiled(tmp_path, name)
     engine = start_engine(tmp_path, max_step_tokens=50)
-    facts = engine.executor.facts.media
-    assert facts is not None and isinstance(facts.pixels, TiledPixels)
-    asks = []
-    for seed, sizes in enumerate([[(20, 50)], [(50, 21), (40, 40)], [(10, 70)]]):
-        prompt = Prompt().text(3, 4 + seed)
-        for height, width in sizes:
-            grid = facts.pixels.find_grid(height, width)
-            tiles = np.random.default_rng(seed).standard_normal((1 + np.prod(grid.tiles), 3, SIZE, SIZE))
-            count = NUM_PATCHES + grid.num_tokens
-            prompt.add("image", tiles.astype(np.float32), count, grid=(height, width)).text(7)
-        asks.append(prompt)
+    asks = [of_tiles(engine, seed, *own) for seed, own in enumerate([[(20, 50)], [(50, 21), (40, 40)], [(10, 70)]])]
     for outputs, prompt in zip(run_beside(engine, Prompt([5]), asks), asks, strict=True):
         tiles = [to_tensor(item.arrays["pixel_values"]) for item in prompt.items]
         most = max(len(each) for each in tiles)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import CASES, MAX_MODEL_LEN, config_json, make_oracle, prompt
 from harness import ATTENTION_BACKENDS, Harness, Sequence, build_harness
-from test_parity import CASES, MAX_MODEL_LEN, config_json, make_oracle, prompt
 
 from headrace.kernels import native
 from headrace.kernels.native.loading import NativeState

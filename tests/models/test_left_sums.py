@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from family_cases import CASES, config_json, make_oracle, prompt
 from harness import Harness, build_harness
-from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels.linear import LINEAR_SUMS, reference
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import CASES, config_json, make_oracle, prompt
 from harness import Harness, build_harness
-from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.base.errors import AdapterError
 from headrace.kernels.lora import ADAPTED_NORM, EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, LINEAR_SHRINK, SHRINK

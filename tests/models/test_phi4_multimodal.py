@@ -24,8 +24,7 @@ PATCH, CROP, MELS = 4, 6, 9
 FACTORS = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.0, 2.5]}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def make_phi4(folder: Path) -> transformers.PreTrainedModel:
     config = transformers.Phi4MultimodalConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, original_max_position_embeddings=512,
@@ -48,7 +47,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     scales = model.model.embed_tokens_extend.audio_embed.encoder.encoder_embedding
     scales.global_mean.copy_(torch.linspace(-1, 1, MELS))
     scales.global_invstd.copy_(torch.linspace(0.5, 2, MELS))
-    return model, save_model(model, tmp_path_factory.mktemp("phi4_multimodal"))
+    save_model(model, folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("phi4_multimodal")
+    return make_phi4(folder), folder
 
 
 def make_image(seed: int, rows: int, columns: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import deepseek_v4_tiny
 import pytest
 import torch
+from family_cases import CASES, config_json, make_oracle, prompt
 from harness import build_harness
 from pretended_device import DEVICE, PretendedDevice
-from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels.moe.reference import grouped_linear
 from headrace.models.deepseek_v4.model import DeepseekV4Model

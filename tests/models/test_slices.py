@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from family_cases import CASES, config_json, make_oracle, prompt
 from harness import Harness, build_harness
 from parallel.thread_group import ThreadGroup, on_all_ranks
-from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels.collective import BegunSum
 from headrace.kernels.rowwise.reference import add_rms_norm

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from draft_rig import DraftRig, load_both, write_folder
-from test_parity import VOCAB, config_json, make_oracle
+from family_cases import VOCAB, config_json, make_oracle
 
 from benchmarks.train_eagle3 import TINY, Eagle3Head, Target, choose_ids, run, save, write_texts
 from benchmarks.train_texts import write_prompts
