@@ -161,11 +161,16 @@ def test_a_real_model_says_the_same_on_two_ranks(options: dict[str, object], tie
     assert num_ties <= (0 if options else 2)
 
 
-SPARED = {("--tp", 1, signal.SIGKILL), ("--pp", 0, signal.SIGKILL), ("--pp", 1, signal.SIGSTOP)}
+SPARED = {
+    ("--tp", 1, signal.SIGKILL), ("--pp", 0, signal.SIGKILL), ("--pp", 1, signal.SIGSTOP),
+    ("--tp", 0, signal.SIGSTOP), ("--pp", 0, signal.SIGSTOP),
+}
 """Layers divided either way lose ranks alike: these run with --slow."""
 
 
-@pytest.mark.parametrize(("place", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(("place", "number"), [
+    (1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP),
+])
 def test_an_engine_that_lost_a_rank_starts_again(
     ranked: LiveServer, place: int, number: int, request: pytest.FixtureRequest
 ):

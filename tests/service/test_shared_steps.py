@@ -194,6 +194,22 @@ def eval_counts(line: str) -> list[int]:
     return [int(part) for part in line.strip("[]").split(",")]
 
 
+async def test_a_long_prompt_delays_the_decodes_of_others_by_a_chunk_at_a_time(
+    start_client: Callable, config_only: Path
+):
+    """In each step that computes a chunk of it, the other replica's request gets its token."""
+    client, length, most = await start_client(**SHARED, max_step_tokens=16), 400, 16
+    decoding = asyncio.create_task(read(client.submit([1], greedy(1500))))
+    before = steps_of(config_only)[0]  # of the start
+    await until(lambda: len(steps_of(config_only)[0]) > len(before) + 5)
+    assert (await read(client.submit([2] * length, greedy(1))))[0] == continuation([2] * length, 1)
+    assert not decoding.done()
+    counts = [eval_counts(line) for line in steps_of(config_only)[0][len(before) :]]
+    chunks = [step for step in counts if step[1]]
+    assert len(chunks) == length // most and chunks == [[1, most]] * len(chunks)
+    assert len((await decoding)[0]) == 1500
+
+
 async def test_pauses_sleep_and_other_weights_reach_all_without_a_deadlock(start_client: Callable, config_only: Path):
     client = await start_client(**SHARED, seed=2)
     admin = EngineAdmin(client)
