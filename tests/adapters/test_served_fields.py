@@ -17,6 +17,8 @@ from transformers import (
     LlamaConfig,
     Qwen2Config,
     Qwen3MoeConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
 )
 
 from headrace import LLM, LoRARequest, SamplingParams
@@ -35,6 +37,8 @@ BERT: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "pad_token_id": 0,
 }
+
+ENCODERS = {"bert": BertConfig, "roberta": RobertaConfig, "xlm-roberta": XLMRobertaConfig}
 
 
 def serve(model: Any, folder: Path, **options: Any) -> LLM:
@@ -110,10 +114,13 @@ def test_experts_are_served(tmp_path: Path):
         )
 
 
-def test_a_classifier_is_served(tmp_path: Path):
-    config = LlamaConfig(**rig.LLAMA, num_labels=3)
+@pytest.mark.parametrize("kind", ["bert", "roberta", "decoder"])
+def test_a_classifier_is_served(tmp_path: Path, kind: str):
+    """PEFT saves the head of classes with the adapter."""
+    config = ENCODERS[kind](**BERT, num_labels=3) if kind in ENCODERS else LlamaConfig(**rig.LLAMA, num_labels=3)
     model = rig.make_model(config, AutoModelForSequenceClassification)
-    adapted = rig.adapt(model, tmp_path / "adapter", target_modules=ATTENTION, task_type="SEQ_CLS")
+    targets = ["query", "key"] if kind in ENCODERS else ATTENTION
+    adapted = rig.adapt(model, tmp_path / "adapter", target_modules=targets, task_type="SEQ_CLS")
     with serve(model, tmp_path / "base") as llm:
         (found,) = llm.classify(
             [PROMPT], use_activation=False, lora_request=LoRARequest("a", str(tmp_path / "adapter"))
@@ -123,11 +130,11 @@ def test_a_classifier_is_served(tmp_path: Path):
     torch.testing.assert_close(torch.tensor(list(plain.values())), rig.outputs_of(model)[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("kind", [*ENCODERS, "decoder"])
 def test_embeddings_are_served(tmp_path: Path, kind: str):
-    config = BertConfig(**BERT) if kind == "encoder" else LlamaConfig(**rig.LLAMA)
+    config = ENCODERS[kind](**BERT) if kind in ENCODERS else LlamaConfig(**rig.LLAMA)
     model = rig.make_model(config, AutoModel)
-    targets = ["query", "key", "dense"] if kind == "encoder" else ATTENTION
+    targets = ["query", "key", "dense"] if kind in ENCODERS else ATTENTION
     adapted = rig.adapt(model, tmp_path / "adapter", target_modules=targets, task_type="FEATURE_EXTRACTION")
     adapted.merge_and_unload().save_pretrained(str(tmp_path / "merged"))
     with serve(model, tmp_path / "base", task="embed") as llm:
