@@ -94,12 +94,14 @@ def test_two_ranks_say_what_one_says(base: Path, ranks: RankProcesses, monkeypat
         compare(alone, generate(llm, base))
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_drafts_change_nothing(base: Path, method: str):
+    """Those of a model are the base's, for all rows."""
     options = {**OPTIONS, "model": str(base)}
     with LLM(**options) as llm:
         alone = generate(llm, base)
-    stated = json.dumps({"method": method, "num_speculative_tokens": 3})
+    own = {"model": str(base)} if method == "draft_model" else {}
+    stated = json.dumps({"method": method, "num_speculative_tokens": 3, **own})
     with LLM(**options, speculative_config=stated) as llm:
         compare(alone, generate(llm, base))
 
