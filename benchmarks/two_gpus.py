@@ -62,7 +62,7 @@ RUNS = [
     Run("replicas", "llama-3.1-8b", ["offline256"]),
     Run("replicas", "llama-3.1-8b", ["offline256"], {"data_parallel_size": 2}),
     Run("trace", "llama-3.1-8b", ["offline256"], TP),
-    Run("cuda", "llama-3.3-70b", ["latency1"], TP),
+    Run("cuda", "llama-3.3-70b", ["latency1", "offline256"], TP),
 ]
 
 

@@ -8,7 +8,7 @@ export PYTHONUNBUFFERED=1
 began=$SECONDS
 count=$(python3 -c "import torch; print(torch.cuda.device_count())")
 if [ "$count" -lt 2 ]; then echo "needs two GPUs; torch finds $count"; exit 1; fi
-timeout 150 python3 -m pytest -m cuda -n 0 -q --timeout=120 -p no:cacheprovider tests/parallel > "$out/two_gpus_tests.log" 2>&1
+timeout 240 python3 -m pytest -m cuda -n 0 -q --timeout=120 -p no:cacheprovider tests/parallel > "$out/two_gpus_tests.log" 2>&1
 echo "tests: exit $?"; tail -n 4 "$out/two_gpus_tests.log"
 timeout 90 python3 -m benchmarks.collectives --ranks 2 --json "$out/collectives.json" > "$out/collectives.log" 2>&1
 echo "collectives: exit $?"; tail -n 2 "$out/collectives.log"

@@ -35,7 +35,7 @@ def draw(family: str) -> dict[str, Any]:
     raise AssertionError(family)
 
 
-def generate(folder: Path, **options: Any) -> list[list[int]]:
+def generate(folder: Path, *, device: str = "cuda", **options: Any) -> list[list[int]]:
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     prompts = [[(7 * i * j + 3) % vocab for j in range(5 + 30 * i)] for i in range(1, 6)]
     params = [
@@ -43,10 +43,11 @@ def generate(folder: Path, **options: Any) -> list[list[int]]:
         for temperature in (0.0, 0.0, 0.8, 0.0, 0.0)
     ]
     with LLM(
-        str(folder), skip_tokenizer=True, dtype="float32", device="cuda", kv_pages=256, max_step_tokens=64, **options
+        str(folder), skip_tokenizer=True, dtype="float32", device=device, kv_pages=256, max_step_tokens=64, **options
     ) as llm:
         rounds = [llm.generate(prompt_token_ids=prompts, sampling_params=params) for _ in range(2)]
-        llm.check()
+        if "data_parallel_size" not in options:  # else engines are in other processes
+            llm.check()
     return [output.outputs[0].token_ids for outputs in rounds for output in outputs]
 
 
@@ -61,6 +62,27 @@ def test_tokens_are_those_of_one_gpu(family: str, tmp_path: Path, capfd: pytest.
     assert len(told) == 1 and "own collectives" in told[0], "one line of the ranks' log says which serve"
     if family in random_models.MIXTURES:
         assert generate(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True) == alone
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("LlamaForCausalLM", {"pipeline_parallel_size": 2}), ("DeepseekV3ForCausalLM", {"pipeline_parallel_size": 2}),
+    ("LlamaForCausalLM", {"data_parallel_size": 2, "data_parallel_policy": "round-robin"}),
+    (
+        "DeepseekV3ForCausalLM",
+        {"data_parallel_size": 2, "data_parallel_policy": "round-robin", "enable_expert_parallel": True},
+    ),
+], ids=["stages", "stages of latents", "replicas", "replicas that divide experts"])
+def test_stages_and_replicas_say_what_one_gpu_says(family: str, options: dict[str, Any], tmp_path: Path):
+    write(tmp_path, draw(family))
+    assert generate(tmp_path, **options) == generate(tmp_path)
+
+
+def test_the_second_gpu_alone(tmp_path: Path):
+    """Everything is on the device that was named, in all threads."""
+    write(tmp_path, draw("LlamaForCausalLM"))
+    alone, before = generate(tmp_path), torch.cuda.memory_allocated(0)
+    assert generate(tmp_path, device="cuda:1") == alone
+    assert torch.cuda.memory_allocated(0) == before
 
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
