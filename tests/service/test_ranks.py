@@ -329,7 +329,7 @@ def test_a_stopped_worker_is_killed(config_only: Path):
 
 def test_nothing_is_left_behind(tmp_path: Path):
     """By groups that end well, fail at the start, lose a worker, or are on two hosts; 1,000 of them: cycles.py."""
-    report = run_cycles(15, FakeGroups(tmp_path).cycle)
+    report = run_cycles(20, FakeGroups(tmp_path).cycle)
     assert report.is_clean, (report.before, report.after)
 
 
