@@ -1,14 +1,15 @@
 """Loads and unloads adapters thousands of times and tells what stays behind: ``python -m benchmarks.adapter_cycles``.
 
-A small random model on a CPU, or with ``--device cuda`` on a GPU. Each cycle loads an adapter of random rank, asks it
-for a token, and unloads it while it runs. Prints memory of the process and of the device every tenth of the cycles;
-fails when the last tenth has grown by more than ``--most-mib``.
+A small random model on a CPU, or with ``--device cuda`` on a GPU. Each cycle reads an adapter of random rank from its
+files, asks it for a token, and unloads it while it runs. Prints memory of the process and of the device, and open
+files, every tenth of the cycles; fails when the last tenth has grown by more than ``--most-mib``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import sys
@@ -16,14 +17,13 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from headrace.base.adapters import AdapterConfig, LoadAdapter, UnloadAdapter
 from headrace.base.config import CacheConfig, EngineConfig, ModelConfig
 from headrace.base.messages import EngineRequest
 from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.layers.lora.contract import AdaptedPart, AdapterSites, AdapterWeights
-from headrace.layers.lora.memory import AdapterMemory
 from headrace.service.build import build_engine
 
 CONFIG = {
@@ -34,17 +34,33 @@ CONFIG = {
 }
 
 
-def make_weights(call: LoadAdapter, sites: AdapterSites, max_rank: int, memory: AdapterMemory) -> AdapterWeights:
-    """Random numbers; the adapter's name says its rank. Some replace the head."""
-    rank, parts = 1 + hash(call.name) % max_rank, []
-    for site in sites.sites.values():
-        if site.kind == "linear":
-            a, b = torch.randn(rank, site.in_features), torch.randn(site.out_features, rank)
-            parts.append(AdaptedPart(site.module, site.part, a=a * 0.05, b=b * 0.05))
-    if rank % 4 == 0:
-        size = CONFIG["vocab_size"], CONFIG["hidden_size"]
-        parts.append(AdaptedPart("head", weight=torch.randn(size)))
-    return AdapterWeights(parts, rank, call.name, [])
+MAX_RANK = 16
+LINEARS = {
+    "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+    "self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128),
+}
+"""Outputs and inputs."""
+
+
+def write_adapter(folder: Path, rank: int) -> Path:
+    """An adapter of PEFT of that rank, with random numbers. Some are of DoRA, others replace the head."""
+    folder.mkdir()
+    tensors, has_magnitudes, has_head = dict[str, torch.Tensor](), rank % 4 == 1, rank % 4 == 2
+    for layer in range(CONFIG["num_hidden_layers"]):
+        for name, (outputs, inputs) in LINEARS.items():
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs) * 0.05
+            tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank) * 0.05
+            if has_magnitudes:
+                tensors[f"{module}.lora_magnitude_vector"] = torch.rand(outputs) + 0.5
+    if has_head:
+        tensors["base_model.model.lm_head.weight"] = torch.randn(CONFIG["vocab_size"], CONFIG["hidden_size"])
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [n.rpartition(".")[2] for n in LINEARS],
+        "use_dora": has_magnitudes, "modules_to_save": ["lm_head"] if has_head else None,
+    }))
+    return folder
 
 
 def memory_mib(device: str) -> float:
@@ -53,38 +69,50 @@ def memory_mib(device: str) -> float:
     return own + (torch.cuda.memory_allocated() / 2**20 if device == "cuda" else 0.0)
 
 
+def count_descriptors() -> int:
+    """Open files of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=10_000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--most-mib", type=float, default=16.0)
     args = parser.parse_args()
-    draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
-        engine = build_engine(EngineConfig(
-            model=ModelConfig(model=folder, load_format="dummy", skip_tokenizer=True),
-            cache=CacheConfig(kv_pages=64), device=DeviceConfig(device=args.device),
-            adapters=AdapterConfig(enable_lora=True, max_loras=4, max_lora_rank=16, max_cpu_loras=8),
-        ))
-    engine.executor.adapters._read = make_weights  # type: ignore[attr-defined]
-    marks = [memory_mib(args.device)]
-    for cycle in range(args.cycles):
+        marks = run(Path(folder), args.cycles, args.device)
+    return int(marks[-1] - marks[-2] > args.most_mib)
+
+
+def run(folder: Path, cycles: int, device: str) -> list[float]:
+    """MiB before the first cycle, and after each tenth of them."""
+    draw = random.Random(0)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    paths = [write_adapter(folder / f"rank-{rank}", rank) for rank in range(1, MAX_RANK + 1)]
+    engine = build_engine(EngineConfig(
+        model=ModelConfig(model=str(folder), load_format="dummy", skip_tokenizer=True),
+        cache=CacheConfig(kv_pages=64), device=DeviceConfig(device=device),
+        adapters=AdapterConfig(enable_lora=True, max_loras=4, max_lora_rank=MAX_RANK, max_cpu_loras=8),
+    ))
+    marks = [memory_mib(device)]
+    for cycle in range(cycles):
         name = f"a{draw.randrange(1000)}"
-        engine.adapters.load(LoadAdapter(name))
+        engine.adapters.load(LoadAdapter(name, str(draw.choice(paths))))
         prompt = [draw.randrange(3, 500) for _ in range(draw.randint(1, 12))]
         engine.submit(EngineRequest(f"r{cycle}", prompt, SamplingSpec(), StopSpec(max_tokens=2), adapter=name))
-        engine.step()
+        outputs = engine.step()
         engine.adapters.unload(UnloadAdapter(name))
         while engine.has_work:
-            engine.step()
-        if (cycle + 1) % max(1, args.cycles // 10) == 0:
+            outputs += engine.step()
+        assert outputs[-1].finish is not None and outputs[-1].finish.error is None, outputs[-1]
+        if (cycle + 1) % max(1, cycles // 10) == 0:
             engine.check()
-            marks.append(memory_mib(args.device))
-            print(f"{cycle + 1:>7} cycles: {marks[-1]:.1f} MiB", flush=True)
+            marks.append(memory_mib(device))
+            print(f"{cycle + 1:>7} cycles: {marks[-1]:.1f} MiB, {count_descriptors()} descriptors", flush=True)
     assert not engine.adapters.describe_all() and not engine.executor.adapters._sources  # type: ignore[attr-defined]
     engine.close()
-    return int(marks[-1] - marks[-2] > args.most_mib)
+    return marks
 
 
 if __name__ == "__main__":
