@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
 
 import numpy as np
 import pytest
+from memory.transfer_packages import is_usable
 
 from headrace.base.errors import ConfigError, PluginError, TransferFailed
 from headrace.memory.transfer import mooncake, nixl
@@ -23,24 +20,14 @@ from headrace.memory.transfer.device_region import DeviceCopies, DriverError
 from headrace.memory.transfer.door import Door, take_descriptor
 
 SIZE = 1 << 20
-NEEDS = {"nixl": ("nixl_cu13", "nixl"), "mooncake": ("mooncake.engine",)}
 BACKENDS = ["shared-memory", "faulty", "nixl", "mooncake"]
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    if not _is_usable(request.param):
+    if not is_usable(request.param):
         pytest.skip(f"{request.param} is not installed, or lacks libraries of the system")
     return request.param
-
-
-@cache
-def _is_usable(backend: str) -> bool:
-    """Whether the packages of a backend can be imported here, where it needs any."""
-    for module in NEEDS.get(backend, ()):
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode == 0
-    return backend not in NEEDS
 
 
 @pytest.fixture
