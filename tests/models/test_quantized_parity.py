@@ -1,5 +1,5 @@
-"""Quantised checkpoints against transformers, which dequantises them itself: those that writers of the tests make, those
-that transformers makes by other packages, gpt-oss's experts in MXFP4, and a GGUF file."""
+"""Quantised checkpoints against transformers, which dequantises them itself: what writers of the tests make, what it
+makes by other packages, gpt-oss's experts in MXFP4, and a GGUF file."""
 
 from __future__ import annotations
 

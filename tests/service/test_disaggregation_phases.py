@@ -12,7 +12,6 @@ import test_disaggregated as pairs
 from memory.transfer_packages import is_usable
 from test_disaggregated import Side, pair_of, run_until, settle
 
-
 start, llama, expected = pairs.start, pairs.llama, pairs.expected
 
 PHASES = ("asked", "computed", "arrived", "decoding")

@@ -267,7 +267,8 @@ class Store:
 """
 
 
-def test_a_plug_in_is_a_remote_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
+def test_a_plug_in_is_a_remote_store(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     site = tmp_path / "site"
     (site / "page_shelf-1.0.dist-info").mkdir(parents=True)
     (site / "page_shelf-1.0.dist-info" / "METADATA").write_text(
@@ -278,11 +279,13 @@ def test_a_plug_in_is_a_remote_store(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     (site / "page_shelf.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(site))
-    folder, options, prompts = save("Llama", tmp_path / "model")
+    folder, options, prompts = save(name, tmp_path / "model")
     own = json.dumps({"folder": str(tmp_path)})
+    with LLM(folder, skip_tokenizer=True, prefix_cache=False, **options) as llm:
+        expected, _ = run(llm, prompts)
     options |= {"host_cache_gb": GB, "remote_cache": "shelf", "remote_cache_config": own}
     with LLM(folder, skip_tokenizer=True, **options) as llm:
-        expected, _ = run(llm, prompts)
+        assert run(llm, prompts)[0] == expected
         await_written(llm)
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         tokens, cached = run(llm, prompts)

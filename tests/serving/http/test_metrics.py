@@ -9,7 +9,14 @@ import msgspec
 from fake_apps import http_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.base.messages import EngineStats, SpeculationStats
+from headrace.base.messages import (
+    EngineStats,
+    HotSlotStats,
+    SpeculationStats,
+    StatsByTier,
+    TierStats,
+    TransferStats,
+)
 from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.transport.metrics import Metrics
 
@@ -74,6 +81,38 @@ async def test_engine_figures(http, client):
     client.state = "restarting"
     found = await series(http)
     assert found["headrace_ready", ()] == 0 and found["headrace_kv_pages", ()] == 100, "the last known figures"
+
+
+TIERS = {
+    **{f"headrace_host_cache_{name}": count for count, name in enumerate((
+        "pages", "used_pages", "written_pages_total", "read_pages_total", "evicted_pages_total", "failed_pages_total",
+        "hit_tokens_total", "late_requests_total",
+    ), 1)},
+    **{f"headrace_storage_cache_{name}": count for count, name in enumerate((
+        "written_pages_total", "read_pages_total", "failed_pages_total", "hit_tokens_total", "late_requests_total",
+    ), 11)},
+    **{f"headrace_transfer_{name}_total": count for count, name in enumerate((
+        "sent_requests", "received_requests", "lost_requests", "sent_pages", "received_pages",
+    ), 21)},
+    "headrace_hot_slots_wanted_entries_total": 31, "headrace_hot_slots_loaded_entries_total": 32,
+}
+
+
+async def test_every_tier_has_figures_from_the_first_scrape_on(http, client, monkeypatch):
+    """Zeros before the first request, so that rates count it; then each tier's own."""
+    found = await series(http)
+    assert {name: found[name, ()] for name in TIERS} == dict.fromkeys(TIERS, 0)
+    tiers = StatsByTier(
+        TierStats(*range(1, 9)), TierStats(0, 0, 11, 12, 0, 13, 14, 15), TransferStats(*range(21, 26)),
+        HotSlotStats(31, 32)
+    )
+
+    async def current() -> EngineStats:
+        return EngineStats(tiers=tiers)
+
+    monkeypatch.setattr(client, "stats", current)
+    found = await series(http)
+    assert {name: found[name, ()] for name in TIERS} == TIERS
 
 
 async def test_applications_do_not_share_metrics(http):
