@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import openai
 import psutil
 import pytest
-from live import LiveServer, _running, require_package, tiny_arguments, until
+from live import UNENCRYPTED, LiveServer, _running, require_package, tiny_arguments, until
 
 PROMPTS = [f"The mill wheel turns {i} times " * (1 + 12 * i) for i in range(4)]
 
@@ -163,3 +166,105 @@ def test_a_prefill_server_that_hangs_delays_a_request_by_seconds(
             with contextlib.suppress(ProcessLookupError):  # replaced meanwhile
                 os.kill(process.pid, signal.SIGCONT)
     until(lambda: complete(pairs, PROMPTS[3]).choices[0].finish_reason == "length", "it goes on")
+
+
+LONG = [f"The wheel of mill {i} has {i + 3} spokes. " * 90 for i in range(6)]
+
+
+class Stream:
+    """A completion of some length, read by a thread of its own."""
+
+    def __init__(self, server: LiveServer, prompt: str, salt: str = ""):
+        self.pieces: list[str] = []
+        self.finish, self.error = "", ""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        body |= {"cache_salt": salt or "none", "stream": True}
+        self._request = {"url": server.url + "/v1/completions", "json": body}
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream("POST", **self._request, timeout=150, verify=UNENCRYPTED) as response:
+                if response.status_code != 200:
+                    self.error = f"status {response.status_code}"
+                    return
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        said = json.loads(line.removeprefix("data: "))
+                        if "error" in said:
+                            self.error = said["error"]["code"] or said["error"]["type"]
+                            return
+                        for choice in said["choices"]:
+                            self.pieces.append(choice["text"])
+                            self.finish = choice["finish_reason"] or self.finish
+        except httpx.HTTPError as error:
+            self.error = str(error)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@pytest.fixture(scope="module")
+def long_texts(tiny_server: LiveServer) -> list[str]:
+    """What one server says to each."""
+    streams = [Stream(tiny_server, prompt) for prompt in LONG]
+    for stream in streams:
+        stream.thread.join(150)
+    assert all(stream.finish == "length" for stream in streams), [stream.error for stream in streams]
+    return [stream.text for stream in streams]
+
+
+SERVER, ENGINE, AGENT = "headrace serve", "headrace.service.process", "headrace.service.transfer.agent"
+
+
+@pytest.mark.parametrize(("role", "module", "action", "num_begun"), [
+    ("prefill", ENGINE, signal.SIGKILL, 0), ("decode", ENGINE, signal.SIGKILL, 2),
+    *(pytest.param(role, module, action, num_begun, marks=pytest.mark.slow) for role, module, action, num_begun in (
+        ("prefill", ENGINE, signal.SIGKILL, 3), ("prefill", SERVER, signal.SIGKILL, 1),
+        ("prefill", AGENT, signal.SIGKILL, 1), ("prefill", AGENT, signal.SIGSTOP, 1),
+        ("prefill", ENGINE, signal.SIGSTOP, 1), ("decode", ENGINE, signal.SIGKILL, 0),
+        ("decode", SERVER, signal.SIGKILL, 2), ("decode", AGENT, signal.SIGKILL, 1),
+        ("decode", AGENT, signal.SIGSTOP, 1), ("decode", ENGINE, signal.SIGSTOP, 1),
+    )),
+])
+def test_what_ends_or_hangs_amid_requests(
+    role: str, module: str, action: signal.Signals, num_begun: int, pairs: LiveServer, long_texts: list[str]
+):
+    """When so many streams have begun, and others are computed or travel. Who loses the prefill server, or an agent,
+    notices nothing; with a decode engine end the streams that have begun there, and no other text is ever sent."""
+    port, salt = port_of(worker(pairs, role)), f"{role} {module} {action} {num_begun}"
+    streams = [Stream(pairs, prompt, salt) for prompt in LONG]
+    until(lambda: sum(bool(s.pieces or s.error) for s in streams) >= num_begun, "streams begin")
+    stopped = processes(pairs, port, module)
+    assert stopped
+    for process in stopped:
+        os.kill(process.pid, action)
+    for stream in streams:
+        stream.thread.join(150)
+        assert not stream.thread.is_alive()
+    if action is signal.SIGSTOP:
+        for process in stopped:
+            with contextlib.suppress(ProcessLookupError):  # replaced meanwhile
+                os.kill(process.pid, signal.SIGCONT)
+    for stream, expected in zip(streams, long_texts, strict=True):
+        assert expected.startswith(stream.text), "a token of nobody's"
+        if stream.finish:
+            assert stream.text == expected
+        else:
+            assert role == "decode" and module != AGENT and stream.error, (stream.text, stream.error)
+    until(lambda: _answers(pairs), "both servers are there, and no page is left in use")
+
+
+def _answers(pairs: LiveServer) -> bool:
+    """Whether a request is answered, and neither server holds anything afterwards."""
+    try:
+        complete(pairs, "the end")
+        servers = [LiveServer(w["url"], pairs.process, pairs.log) for w in pairs.get("/workers").json()["workers"]]
+        stats = [server.get("/server_info").json()["stats"] for server in servers]
+        return all(server.get("/ready").status_code == 200 for server in servers) and not any(
+            own["num_running"] + own["num_queued"] + own["num_used_pages"] for own in stats
+        )
+    except (openai.APIError, httpx.HTTPError):
+        return False
