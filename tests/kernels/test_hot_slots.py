@@ -187,6 +187,30 @@ def test_padding_of_a_step(solution: str, device: str):
     assert rig.hot.order[0].tolist() == list(range(SLOTS)) and (rig.hot.entries[0] == NONE).all()
 
 
+@pytest.mark.parametrize(("solution", "device"), SOLUTIONS)
+@pytest.mark.parametrize("num_entries", [1, 63, 64, 65, 130])
+def test_any_number_of_entries_is_copied_and_no_neighbour(num_entries: int, solution: str, device: str):
+    """For two tokens, to pages of the device that others share, as many as no tile, page or block holds evenly."""
+    rig, dice = Rig(solution, device), random.Random(num_entries)
+    per_page = rig.host[0].shape[1]
+    num_slots = rig.slots[0].shape[0] * per_page
+    entries = [dice.sample(range(3 * per_page), num_entries) for _ in range(2)]
+    places = dice.sample(range(num_slots), min(num_slots, 2 * num_entries))
+    counts = [num_entries, min(num_entries, len(places) - num_entries)]
+    loads = Loads.allocate(2, 3 * per_page, torch.device(device))
+    for token, begin in enumerate((0, num_entries)):
+        own = places[begin : begin + counts[token]]
+        loads.entries[token, : len(own)] = torch.tensor(entries[token][: len(own)], dtype=torch.int32)
+        loads.places[token, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        loads.counts[token] = len(own)
+        for entry, place in zip(entries[token], own, strict=False):
+            for source, whole in zip(rig.host, rig.expected, strict=True):
+                page = int(rig.tables[token, entry // per_page])
+                whole[place // per_page, place % per_page] = source[page, entry % per_page]
+    rig.load(rig.parts, rig.tables[:2].to(device), loads)
+    rig.check()
+
+
 class Drafted:
     """One row whose tokens are rewritten behind wrong drafts, and what each of its entries holds by now."""
 

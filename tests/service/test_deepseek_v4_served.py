@@ -14,8 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.models.deepseek_v4.naming import rename
+from headrace.service.build import build_engine
 
 VOCAB, NEW_TOKENS = 256, 8
 CONFIG: dict[str, Any] = {
@@ -184,9 +188,10 @@ def test_a_prefix_hit_changes_no_probability(served: tuple[Path, list[list[int]]
 
 @pytest.fixture(scope="module")
 def decoded(served: tuple[Path, list[list[int]], list[list[int]]]) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """The same prompts and one whose output passes 16 entries, with longer outputs, all caches on the device."""
+    """The same prompts, and three whose outputs pass 16 entries, 40 entries, and the end of a page; all caches on the
+    device."""
     folder, prompts, _ = served
-    prompts = [*prompts, prompts[0][:58]]
+    prompts = [*prompts, *(prompts[0][:length] for length in (58, 150, 250))]
     with LLM(str(folder), **BASE) as llm:
         outputs = llm.generate(prompt_token_ids=prompts, sampling_params=LONGER)
     return folder, prompts, [o.outputs[0].token_ids for o in outputs]
@@ -210,6 +215,29 @@ def test_hot_slots_change_no_token(
         assert stats.num_running == stats.num_queued == stats.num_used_pages == 0
         assert sum(o.num_cached_tokens for o in outputs) > 0, "the prefix cache is on"
         assert 0 < stats.tiers.hot_slots.loaded_entries_total < stats.tiers.hot_slots.wanted_entries_total
+
+
+def test_retractions_behind_hot_slots_change_no_token(served: tuple[Path, list[list[int]], list[list[int]]]):
+    """Outputs that all need another page at once, of which there are too few: rows are given up and begun again."""
+    draw = random.Random(9)
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(250)] for _ in range(4)]
+    with LLM(str(served[0]), **BASE) as llm:
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=LONGER)
+    options = BASE | {"hot_slots": 40, "kv_pages": 5, "overlap_depth": 2, "skip_tokenizer": True}
+    engine = build_engine(engine_config(model=str(served[0]), **options))
+    engine._scheduler._admission.forecast.share = 0.0  # too many are let in
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    for name, prompt in zip(tokens, prompts, strict=True):
+        stop = StopSpec(max_tokens=LONGER.max_tokens)
+        engine.submit(EngineRequest(name, prompt, SamplingSpec(temperature=0.0), stop))
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    stats = engine.stats()
+    assert stats.retracted_total > 0 == stats.num_running == stats.num_used_pages
+    assert list(tokens.values()) == [o.outputs[0].token_ids for o in outputs]
+    engine.check()
+    engine.close()
 
 
 @pytest.mark.parametrize(("options", "reason"), [
@@ -244,6 +272,8 @@ async def test_aborts_leave_nothing_behind(
         results = await asyncio.gather(*(run(i, stop_early=bool(i % 2)) for i in range(6)))
         assert [r for r in results if r is not None] == expected[::2]
         assert [await run(i, stop_early=False) for i in (1, 3, 5)] == expected[1::2]
+        stats = await llm.stats()
+        assert stats.num_running == stats.num_queued == stats.num_used_pages == 0 < stats.aborted_total
 
 
 @pytest.mark.cuda
