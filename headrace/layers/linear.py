@@ -105,8 +105,19 @@ class Linear(StorableLayer):
         """The product of what this rank has of inputs and weight: with shared inputs a partial sum."""
         if self.lora is None:
             return self._multiply(x)
+        if (whole := self._multiply_adapted(x)) is not None:
+            return whole
         begun, out = self._begin(x, self.lora, is_wide=self._is_wide)
         return self.lora.finish(begun, out)
+
+    def _multiply_adapted(self, x: torch.Tensor, activation: str = "") -> torch.Tensor | None:
+        """The product and what adapters add, then the gated ``activation`` if one is named, in one kernel; None where
+        more are as fast."""
+        weight = plain_weight(self)
+        if weight is None or self.lora is None:
+            return None
+        found = self.lora.multiply_whole(x, weight, self._own_bias, activation)
+        return None if found is None else found[0]
 
     def _begin(self, x: torch.Tensor, lora: LinearBank, *, is_wide: bool) -> tuple[Adaptation | None, torch.Tensor]:
         """What adapters begin, and the product."""
@@ -157,6 +168,9 @@ class Linear(StorableLayer):
         return sums
 
     def _add_adapted(self, residual: Residual, x: torch.Tensor, lora: LinearBank) -> None:
+        if (whole := self._multiply_adapted(x)) is not None:
+            residual.pending = whole
+            return
         weight = plain_weight(self)
         begun: Adaptation | None
         sums: torch.Tensor | None
@@ -199,6 +213,8 @@ class Linear(StorableLayer):
     def _gate_adapted(self, x: torch.Tensor, gate: Gate) -> torch.Tensor | None:
         if self.lora is None or not self.lora.fuses_gates or gate.is_clamped:
             return None
+        if (whole := self._multiply_adapted(x, gate.kind)) is not None:
+            return whole
         begun, out = self._begin(x, self.lora, is_wide=True)
         assert begun is not None, "some row has an adapter"
         return self.lora.finish_gated(begun, out, gate.kind)
@@ -257,14 +273,26 @@ class Linear(StorableLayer):
         return self(norm.add(residual)) if product is None else product
 
     def _read_adapted(self, norm: RmsNorm, residual: Residual, activation: str) -> torch.Tensor | None:
-        addition, x, lora = residual.addition, residual.pending, self.lora
-        if addition is None or x is None or lora is None or (activation and not lora.fuses_gates):
+        addition, x, lora, weight = residual.addition, residual.pending, self.lora, plain_weight(self)
+        if x is None or lora is None or (activation and not lora.fuses_gates):
             return None
         weights = NormWeights(norm.weight, norm.eps, norm.offset)
-        found = addition.bank.chain(addition.begun, x, residual.stream, weights, lora)
+        if addition is None:
+            if weight is None or x.dim() != 2:
+                return None
+            before = residual.stream, weights
+            fused = lora.multiply_whole(x, weight, self._own_bias, activation, before)
+            if fused is None:
+                return None
+            out, total = fused
+            assert total is not None
+            residual.stream, residual.pending = total, None
+            return out
+        found = addition.bank.finish_norm(addition.begun, x, residual.stream, weights, lora)
         if found is None:
             return None
         x, residual.stream, begun = found
+        assert begun is not None, "a bank follows"
         residual.pending = residual.addition = None
         out = self._multiply(x)
         return lora.finish_gated(begun, out, activation) if activation else lora.finish(begun, out)

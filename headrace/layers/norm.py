@@ -55,7 +55,7 @@ class RmsNorm(Norm):
             )
             if adapted is not None:
                 residual.pending = residual.addition = None
-                x, residual.stream = adapted
+                x, residual.stream, _ = adapted
                 return x
             residual.finish()
         if residual.pending is None:

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from cpu_isas import isa  # noqa: F401
 from devices import DEVICES, in_turns, relative_error
 
@@ -23,6 +24,8 @@ from headrace.kernels.lora import (
     LowRankBank,
     Reduced,
     SlotRows,
+    count_published,
+    gemv,
     make_tiles,
     reference,
 )
@@ -252,6 +255,66 @@ def test_products_with_the_first_half_of_an_addition(
     assert relative_error(out, product) < tolerance
     EXPAND.load("triton")(reduced, out, bank, rows)
     assert relative_error(out, expected_of(x, product, bank, slots)) < tolerance
+
+
+WHOLE_SHAPES = ((4096, 3, 16), (4096, 1, 32), (1032, 2, 64), (14336, 1, 16), (264, 4, 16))
+"""Inputs, parts and largest rank."""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("inputs, parts, most_ranks", WHOLE_SHAPES, ids=str)
+@pytest.mark.parametrize("slots", [[0], [-1], [3, 1], [2, -1], [-1, 4], [1, 1]], ids=str)
+def test_products_of_few_rows_with_all_that_is_added(inputs: int, parts: int, most_ranks: int, slots: list[int]):
+    """Also behind a norm, with a gate, again in a graph, and with numbers that must not be read."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    draw, device = torch.Generator(device="cuda").manual_seed(inputs + len(slots)), torch.device("cuda")
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=draw, device=device) * scale).bfloat16()
+
+    ends = tuple(296 * (part + 1) for part in range(parts))
+    ranks = torch.tensor([[(5 * slot + 9 * part) % (most_ranks + 1) for part in range(parts)] for slot in range(SLOTS)])
+    a = normal(SLOTS, parts, most_ranks, inputs, scale=inputs**-0.5)
+    b = normal(SLOTS, most_ranks, ends[-1])
+    for slot in range(SLOTS):
+        for part, end in enumerate(ends):
+            rank, columns = int(ranks[slot, part]), slice(end - 296, end)
+            a[slot, part, rank:], b[slot, rank:, columns] = 0.0, 0.0
+            padded = -(-rank // 16) * 16
+            a[slot, part, padded:], b[slot, padded:, columns] = torch.nan, torch.nan
+    published = torch.zeros(count_published(parts, most_ranks), dtype=torch.int64, device=device)
+    bank = LowRankBank(a, b, ranks.to(device), ends, make_tiles(ends, device), published=published)
+    rows, count = make_rows(slots, "cuda", room=len(slots)), len(slots)
+    x, residual, scale = normal(count, inputs + 8)[:, :inputs], normal(count, inputs), normal(inputs)
+    weight, bias = normal(ends[-1], inputs, scale=inputs**-0.5), normal(ends[-1])
+    total, before = x + residual, (residual, Norm(scale, 1e-5, 1.0))
+    normed = F.rms_norm(total.double(), (inputs,), scale.double() + 1.0, 1e-5)
+
+    def expected(given: torch.Tensor) -> torch.Tensor:
+        return expected_of(given, given.double() @ weight.double().t() + bias.double(), bank, slots)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        alone = gemv.adapted_linear(x, weight, bias, bank, rows)
+        behind = gemv.adapted_linear(x, weight, bias, bank, rows, before=before)
+        assert alone is not None and behind is not None and behind[1] is not None
+        return alone[0], behind[0], behind[1]
+
+    first = run()
+    assert relative_error(first[0], expected(x)) < 4e-3 and relative_error(first[1], expected(normed)) < 1e-2
+    assert torch.equal(first[2], total)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(300):
+        graph.replay()
+    assert all(torch.equal(again, before) for again, before in zip(captured, first, strict=True)), "in a fixed order"
+    if parts != 2:
+        assert gemv.adapted_linear(x, weight, bias, bank, rows, "silu") is None
+        return
+    gate, up = expected(normed).bfloat16().double().chunk(2, dim=1)
+    behind = gemv.adapted_linear(x, weight, bias, bank, rows, "silu", before)
+    assert behind is not None and relative_error(behind[0], F.silu(gate) * up) < 1e-2
 
 
 @pytest.mark.cuda

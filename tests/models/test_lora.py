@@ -12,7 +12,15 @@ from family_cases import CASES, config_json, make_oracle, prompt
 from harness import Harness, build_harness
 
 from headrace.base.errors import AdapterError
-from headrace.kernels.lora import ADAPTED_NORM, EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, LINEAR_SHRINK, SHRINK
+from headrace.kernels.lora import (
+    ADAPTED_LINEAR,
+    ADAPTED_NORM,
+    EXPAND,
+    EXPAND_ADD_NORM,
+    EXPAND_GATED,
+    LINEAR_SHRINK,
+    SHRINK,
+)
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.linear import Linear
 from headrace.layers.lora import bank as bank_module
@@ -97,6 +105,7 @@ def test_mixed_rows_equal_merged_weights(name: str):
 
 FUSED = {
     "few rows": ("llama", [EXPAND_GATED, EXPAND_ADD_NORM]), "a row": ("llama", [EXPAND_GATED, LINEAR_SHRINK]),
+    "whole products": ("llama", [ADAPTED_LINEAR]), "whole products, norms behind": ("gemma3", [ADAPTED_LINEAR]),
     "many rows": ("llama", [EXPAND_GATED, ADAPTED_NORM]), "norms behind": ("gemma3", [EXPAND_GATED]),
 }
 
@@ -124,6 +133,8 @@ def test_additions_fused_with_what_is_around(case: str, monkeypatch: pytest.Monk
             bank._expand_gated, bank._expand_add_norm = count_calls(EXPAND_GATED), count_calls(EXPAND_ADD_NORM)
             bank._linear_shrink = count_calls(LINEAR_SHRINK) if LINEAR_SHRINK in fused else None
             bank._adapted_norm = count_calls(ADAPTED_NORM) if ADAPTED_NORM in fused else None
+            if ADAPTED_LINEAR in fused:
+                bank._adapted_linear = count_calls(ADAPTED_LINEAR)
     check_mixed(rig)
     assert set(num_calls) == {operation.noun for operation in fused}
 

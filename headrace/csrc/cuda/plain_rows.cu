@@ -17,6 +17,7 @@ constexpr int THREADS = 32 * WARPS;  // that multiply
 constexpr int KINDS = GATED ? 2 : 1;
 constexpr bool NARROW = !NORM && ROWS * VECS > 8;  // x stays in bfloat16, for want of registers
 constexpr int WORDS = NARROW ? 4 : 8;              // registers of a vector of x
+constexpr int MOST_PARTS = 4;
 
 struct Call {
   const uint16 *x, *residual, *norm, *bias, *weight;
@@ -25,6 +26,12 @@ struct Call {
   int outputs, inputs, each, stages;  // each: outputs of a stage of the ring
   int gate;                           // 1 silu, 2 gelu_tanh
   float eps, offset;
+  // ADAPTED: a [slots, PARTS, R, K] and b [slots, R, N of all kinds]; ranks [slots, PARTS] and, by place, row and slot;
+  // `launches` counts blocks and launches, `sums` [ROWS, PARTS, R] are published ones; part p ends at output ends[p]
+  const uint16 *a, *b;
+  const int64 *ranks, *order, *slots;
+  uint64 *launches, *sums;
+  int parts, most_ranks, ends[MOST_PARTS];
 };
 
 // All threads that multiply.
@@ -41,6 +48,8 @@ struct Place {  // of a block: its outputs, and what lies in shared memory
   uint32 full, empty;  // barriers of the ring's stages
   const char *ring;
   float *squares, *parts;  // [ROWS, WARPS] for the norm; sums [outputs of the block, KINDS, ROWS, WARPS]
+  float *reduced, *pieces;  // ADAPTED: sums of all ranks [ROWS, PARTS, R]; of this block's, [own ranks, WARPS]
+  uint32 *launch;           // and the number of this launch
 };
 
 __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
@@ -52,6 +61,12 @@ __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
   p.full = shared_address(memory), p.empty = p.full + 8 * call.stages;
   p.squares = (float *)(memory + 16 * call.stages);
   p.parts = p.squares + (NORM ? ROWS * WARPS : 0);
+  if (ADAPTED) {
+    p.reduced = p.parts + (p.last - p.first) * KINDS * ROWS * WARPS;
+    const int sums = ROWS * call.parts * call.most_ranks;
+    p.pieces = p.reduced + sums;
+    p.launch = (uint32 *)(p.pieces + (sums + gridDim.x - 1) / gridDim.x * WARPS);
+  }
   return p;
 }
 
@@ -73,6 +88,87 @@ __device__ __forceinline__ void produce(const Call &call, const Place &p) {
   }
 }
 
+// A row of x and its adapter.
+struct Adapted {
+  int64 slot;  // -1: none
+  int ranks[MOST_PARTS];  // of each part, in multiples of 16
+};
+
+__device__ __forceinline__ Adapted find_adapter(const Call &call, int row) {
+  Adapted found{-1, {}};
+#pragma unroll
+  for (int place = 0; place < ROWS; place++)
+    if (call.order[place] == row) found.slot = call.slots[place];
+#pragma unroll
+  for (int part = 0; part < MOST_PARTS; part++)
+    if (found.slot >= 0 && part < call.parts)
+      found.ranks[part] = int(call.ranks[found.slot * call.parts + part] + 15) / 16 * 16;
+  return found;
+}
+
+// One row of a for one row of x.
+struct Rank {
+  int row, part, index;
+  __device__ Rank(const Call &call, int sum) {
+    index = sum % call.most_ranks, sum /= call.most_ranks;
+    part = sum % call.parts, row = sum / call.parts;
+  }
+};
+
+template <class Of, int COUNT>
+__device__ __forceinline__ Of pick(const Of (&of)[COUNT], int index) {  // of registers, which have constant indices alone
+  Of found = of[0];
+#pragma unroll
+  for (int i = 1; i < COUNT; i++)
+    if (index == i) found = of[i];
+  return found;
+}
+
+__device__ __forceinline__ const uint16 *find_row(const Call &call, const Adapted &own, const Rank &rank) {  // of a
+  return call.a + ((own.slot * call.parts + rank.part) * call.most_ranks + rank.index) * int64(call.inputs);
+}
+
+__device__ __forceinline__ void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// Ask the L2 for this block's part of a and of b, by `lanes` threads.
+__device__ __forceinline__ void ask_for_factors(
+    const Call &call, const Place &p, const Adapted (&adapted)[ROWS], int lane, int lanes) {
+  for (int index = blockIdx.x; index < ROWS * call.parts * call.most_ranks; index += gridDim.x) {
+    const Rank rank(call, index);
+    const Adapted own = pick(adapted, rank.row);
+    if (own.slot >= 0 && rank.index < pick(own.ranks, rank.part))
+      for (int k = lane * 64; k < call.inputs; k += lanes * 64) prefetch(find_row(call, own, rank) + k);
+  }
+  for (int row = 0; row < ROWS; row++) {
+    const Adapted own = pick(adapted, row);
+    int most = 0;
+    for (int part = 0; part < MOST_PARTS; part++) most = max(most, own.ranks[part]);
+    for (int r = lane; r < most * KINDS; r += lanes) {
+      const uint16 *from = call.b + ((own.slot * call.most_ranks + r / KINDS) * KINDS + r % KINDS) * call.outputs;
+      for (int n = p.first; n < p.last + 63; n += 64) prefetch(from + min(n, p.last - 1));
+    }
+  }
+}
+
+// This launch's number, the same for all blocks: the upper half of `launches`, whose lower half counts its blocks.
+__device__ __forceinline__ void count_launch(const Call &call, const Place &p) {
+  const uint64 before = atomicAdd(call.launches, 1ull);
+  if (uint32(before) == gridDim.x - 1) *call.launches = ((before >> 32) + 1) << 32;  // the last one
+  *p.launch = uint32(before >> 32) + 1;
+}
+
+__device__ __forceinline__ void publish(uint64 *to, float sum, uint32 launch) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(uint64(launch) << 32 | __float_as_uint(sum))
+               : "memory");
+}
+__device__ __forceinline__ float await_sum(const uint64 *from, uint32 launch) {
+  uint64 word;
+  do {
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  } while (uint32(word >> 32) != launch);
+  return __uint_as_float(uint32(word));
+}
+
 // This thread's part of x, or with a norm of x plus the residual times the norm's weight; `squares` of each warp.
 __device__ __forceinline__ void load_rows(const Call &call, const Place &p, uint32 (&x)[ROWS][VECS][WORDS]) {
   const int warp = threadIdx.x / 32;
@@ -86,6 +182,7 @@ __device__ __forceinline__ void load_rows(const Call &call, const Place &p, uint
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (ADAPTED && threadIdx.x == 0) count_launch(call, p);
   uint4 values[ROWS][VECS], residuals[NORM ? ROWS : 1][NORM ? VECS : 1];
 #pragma unroll
   for (int m = 0; m < ROWS; m++) {
@@ -213,17 +310,89 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p, const 
   }
 }
 
+// 1 / rms of a row, once all warps have left their squares.
+__device__ __forceinline__ float find_factor(const Call &call, const Place &p, int m) {
+  float square = 0.f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) square += p.squares[m * WARPS + w];
+  return rsqrtf(square / call.inputs + call.eps);
+}
+
+// This block's rows of a times x, published.
+__device__ __forceinline__ void reduce(
+    const Call &call, const Place &p, const Adapted (&adapted)[ROWS], const uint32 (&x)[ROWS][VECS][WORDS]) {
+  const int sums = ROWS * call.parts * call.most_ranks;
+  int own = 0;
+  for (int index = blockIdx.x; index < sums; index += gridDim.x, own++) {
+    const Rank rank(call, index);
+    const Adapted mine = pick(adapted, rank.row);
+    const bool is_there = mine.slot >= 0 && rank.index < pick(mine.ranks, rank.part);
+    const uint16 *row = find_row(call, mine, rank);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < VECS; i++) {
+      const int k = (threadIdx.x + i * THREADS) * 8;
+      if (!is_there || k >= call.inputs) break;
+      float w[8];
+      widen_all(*(const uint4 *)(row + k), w);
+#pragma unroll
+      for (int m = 0; m < ROWS; m++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          const float value = NARROW ? (j % 2 ? widen_high(x[m][i][j / 2 % WORDS]) : widen(x[m][i][j / 2 % WORDS]))
+                                     : __uint_as_float(x[m][i][j % WORDS]);
+          sum += m == rank.row ? w[j] * value : 0.f;
+        }
+      }
+    }
+#pragma unroll
+    for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x % 32 == 0) p.pieces[own * WARPS + threadIdx.x / 32] = sum;
+  }
+  synchronise();  // also for the launch's number
+  if (threadIdx.x < own) {
+    const int index = blockIdx.x + threadIdx.x * gridDim.x;
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += p.pieces[threadIdx.x * WARPS + w];
+    if (NORM) sum *= find_factor(call, p, Rank(call, index).row);
+    publish(call.sums + index, sum, *p.launch);
+  }
+}
+
+// Wait for the sums of all rows of a.
+__device__ __forceinline__ void await_reduced(const Call &call, const Place &p) {
+  for (int index = threadIdx.x; index < ROWS * call.parts * call.most_ranks; index += THREADS)
+    p.reduced[index] = await_sum(call.sums + index, *p.launch);
+}
+
+// What the row's adapter adds to an output of all kinds.
+__device__ __forceinline__ float expand(const Call &call, const Place &p, const Adapted &own, int m, int output) {
+  if (own.slot < 0) return 0.f;
+  int part = 0;
+#pragma unroll
+  for (int i = 0; i < MOST_PARTS - 1; i++) part += i < call.parts - 1 && output >= call.ends[i];
+  const int64 width = int64(call.outputs) * KINDS;
+  const uint16 *b = call.b + own.slot * call.most_ranks * width + output;
+  const float *a = p.reduced + (m * call.parts + part) * call.most_ranks;
+  const int ranks = pick(own.ranks, part);
+  float sum = 0.f;
+  for (int first = 0; first < ranks; first += 16) {
+    uint16 factors[16];
+#pragma unroll
+    for (int r = 0; r < 16; r++) factors[r] = b[(first + r) * width];
+#pragma unroll
+    for (int r = 0; r < 16; r++) sum += a[first + r] * widen(factors[r]);
+  }
+  return sum;
+}
+
 // Add up the warps' sums, and store what follows them.
-__device__ __forceinline__ void finish(const Call &call, const Place &p) {
+__device__ __forceinline__ void finish(const Call &call, const Place &p, const Adapted (&adapted)[ROWS]) {
   for (int at = threadIdx.x; at < (p.last - p.first) * ROWS; at += THREADS) {
     const int index = at / ROWS, m = at - index * ROWS, output = p.first + index;
     float factor = 1.f, value[KINDS];
-    if (NORM) {
-      float square = 0.f;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) square += p.squares[m * WARPS + w];
-      factor = rsqrtf(square / call.inputs + call.eps);
-    }
+    if (NORM) factor = find_factor(call, p, m);
 #pragma unroll
     for (int kind = 0; kind < KINDS; kind++) {
       const float *from = p.parts + ((index * KINDS + kind) * ROWS + m) * WARPS;
@@ -232,6 +401,7 @@ __device__ __forceinline__ void finish(const Call &call, const Place &p) {
       for (int w = 0; w < WARPS; w++) sum += from[w];
       value[kind] = sum * factor;
       if (call.bias) value[kind] += widen(call.bias[output + kind * call.outputs]);
+      if (ADAPTED) value[kind] += expand(call, p, pick(adapted, m), m, output + kind * call.outputs);
     }
     const float out = GATED ? gated(call.gate, value[0], value[KINDS - 1]) : value[0];
     call.out[int64(m) * call.outputs + output] = narrow(out);
@@ -249,14 +419,23 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) plain_rows(const C
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
+  Adapted adapted[ROWS];
+#pragma unroll
+  for (int m = 0; m < ROWS; m++)
+    if (ADAPTED) adapted[m] = find_adapter(call, m);  // written by no kernel that still runs
   if (threadIdx.x >= THREADS) {
     // weights, which no kernel writes, are asked for before the previous kernel has ended
-    if (threadIdx.x == THREADS) produce(call, p);
+    if (threadIdx.x == THREADS)
+      produce(call, p);
+    else if (ADAPTED)
+      ask_for_factors(call, p, adapted, threadIdx.x - THREADS - 1, 31);
   } else {
     uint32 x[ROWS][VECS][WORDS];
     load_rows(call, p, x);
+    if (ADAPTED) reduce(call, p, adapted, x);
     consume(call, p, x);
+    if (ADAPTED) await_reduced(call, p);
     synchronise();
-    finish(call, p);
+    finish(call, p, adapted);
   }
 }

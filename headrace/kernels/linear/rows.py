@@ -1,5 +1,6 @@
 """Products of few rows with bfloat16 weights on Hopper by own CUDA C++ (``csrc/cuda/plain_rows.cu``, which says how
-they work), also with the norm before them or the gated activation after them. What it does not take is passed on.
+they work), also with the norm before them, the gated activation after them, and the low-rank additions of the rows'
+adapters. What it does not take is passed on.
 
 M rows of x, N outputs (a gate and its up count once), K inputs.
 """
@@ -32,6 +33,29 @@ MOST_VECTORS = 16
 """Of x in a thread's registers."""
 MOST_ROWS = 2
 BARRIER_BYTES = 16
+MOST_PARTS, MOST_SUMS = 4, 1024
+"""Of low-rank additions: parts of a stacked output, as in the source, and ranks of all parts and rows."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Additions to a product of M rows: of row ``order[i]`` the adapter in slot ``slots[i]`` (-1: none), both [M]
+    int64. ``a`` [S, P, R, K], ``b`` [S, R, O of gate and up], ``ranks`` [S, P] int64 and ``ends`` as in
+    `headrace.kernels.lora.LowRankBank`. ``published`` [1 + M * P * R] int64, zeros at first: sums that blocks tell one
+    another; no two launches at a time may have the same."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    ranks: torch.Tensor
+    ends: tuple[int, ...]
+    order: torch.Tensor
+    slots: torch.Tensor
+    published: torch.Tensor
+
+    @property
+    def num_sums(self) -> int:
+        """P * R."""
+        return self.a.shape[1] * self.a.shape[2]
 
 
 class _Call(ctypes.Structure):
@@ -40,6 +64,8 @@ class _Call(ctypes.Structure):
         *((name, c_int64) for name in ("x_stride", "residual_stride")),
         *((name, c_int) for name in ("outputs", "inputs", "each", "stages", "gate")),
         *((name, c_float) for name in ("eps", "offset")),
+        *((name, c_void_p) for name in ("a", "b", "ranks", "order", "slots", "launches", "sums")),
+        *((name, c_int) for name in ("parts", "most_ranks")), ("ends", c_int * MOST_PARTS),
     )
 
 
@@ -59,12 +85,14 @@ SHORT_SHARE = 300 << 10
 
 
 @cache_compiled
-def find_kernel(rows: int, vectors: int, has_norm: bool, is_gated: bool, device: torch.device) -> CudaKernel | None:
+def find_kernel(
+    rows: int, vectors: int, has_norm: bool, is_gated: bool, is_adapted: bool, device: torch.device
+) -> CudaKernel | None:
     """The kernel, compiled (a fifth of a second) unless cached; None, with a warning, where that fails."""
     with fallback("products of few rows run as Triton kernels"):
         return load_kernel(
             "plain_rows", device, MOST_BYTES, ROWS=rows, VECS=vectors, NORM=int(has_norm), GATED=int(is_gated),
-            WARPS=WARPS,
+            ADAPTED=int(is_adapted), WARPS=WARPS,
         )
     return None
 
@@ -80,8 +108,11 @@ class Plan:
 
 
 @cache
-def make_plan(rows: int, outputs: int, inputs: int, kinds: int, has_norm: bool, sms: int) -> Plan | None:
-    """How a product is divided; ``kinds`` 2: of gate and up. None where two stages do not fit."""
+def make_plan(
+    rows: int, outputs: int, inputs: int, kinds: int, has_norm: bool, sms: int, num_sums: int = 0
+) -> Plan | None:
+    """How a product is divided; ``kinds`` 2: of gate and up; ``num_sums``: ranks of all rows and parts of additions.
+    None where two stages do not fit."""
     blocks = min(outputs, sms)
     most = ceil_div(outputs, blocks)  # of a block
     row_bytes = 2 * inputs * kinds
@@ -89,6 +120,7 @@ def make_plan(rows: int, outputs: int, inputs: int, kinds: int, has_norm: bool, 
     each = min(max(1, ring.stage // row_bytes), most)
     each -= each % 4 if each > 4 else 0
     fixed = 4 * rows * WARPS * (most * kinds + int(has_norm))
+    fixed += 4 * (num_sums + ceil_div(num_sums, blocks) * WARPS + 1) if num_sums else 0
     stage = each * row_bytes + BARRIER_BYTES
     stages = min(ceil_div(most, each), max(2, min(ring.total, MOST_BYTES - fixed) // stage))
     needed = fixed + stages * stage
@@ -97,20 +129,26 @@ def make_plan(rows: int, outputs: int, inputs: int, kinds: int, has_norm: bool, 
 
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "", *,
-    before: tuple[torch.Tensor, Norm, torch.Tensor] | None = None,
+    before: tuple[torch.Tensor, Norm, torch.Tensor] | None = None, additions: LowRank | None = None,
 ) -> torch.Tensor | None:
-    """``x @ weight.T + bias`` [M, N], followed by the gated ``activation`` if given; None where the kernel does not
-    take it. ``before``: x plus the residual [M, K] is written to the third, and its norm multiplied."""
+    """``x @ weight.T + bias`` [M, N] with ``additions``, followed by the gated ``activation`` if given; None where the
+    kernel does not take it. ``before``: x plus the residual [M, K] is written to the third, and its norm multiplied."""
     (rows, inputs), kinds = x.shape, 2 if activation else 1
     if not 0 < rows <= MOST_ROWS or not _can_read(x, weight):
         return None
     vectors = next_power_of_2(ceil_div(inputs, 32 * WARPS * VECTOR))
     if rows * vectors > MOST_VECTORS:
         return None
-    outputs = weight.shape[0] // kinds
-    plan = make_plan(rows, outputs, inputs, kinds, before is not None, count_sms(x.device))
-    kernel = None if plan is None else find_kernel(rows, vectors, before is not None, kinds == 2, x.device)
-    if plan is None or kernel is None:
+    outputs, has_norm, num_sums = weight.shape[0] // kinds, before is not None, 0
+    if additions is not None:
+        num_sums = rows * additions.num_sums
+        if num_sums > MOST_SUMS or not _can_add(additions, x, kinds):
+            return None
+    plan = make_plan(rows, outputs, inputs, kinds, has_norm, count_sms(x.device), num_sums)
+    if plan is None or num_sums > plan.blocks * 32 * WARPS:
+        return None
+    kernel = find_kernel(rows, vectors, has_norm, kinds == 2, additions is not None, x.device)
+    if kernel is None:
         return None
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     call = _Call(
@@ -122,8 +160,28 @@ def multiply(
         residual, norm, total = before
         call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
         call.norm, call.total, call.eps, call.offset = norm.weight.data_ptr(), total.data_ptr(), norm.eps, norm.offset
+    if additions is not None:
+        _tell(call, additions)
     kernel.launch(plan.blocks, 32 * (WARPS + 1), call, is_dependent=True, shared_bytes=plan.shared_bytes)
     return out
+
+
+def _can_add(additions: LowRank, x: torch.Tensor, kinds: int) -> bool:
+    """Whether the factors are as the kernel reads them: a gate and its up are two parts."""
+    a, b, parts = additions.a, additions.b, len(additions.ends)
+    return (
+        a.dtype == b.dtype == x.dtype and a.is_contiguous() and b.is_contiguous() and a.data_ptr() % 16 == 0
+        and parts <= MOST_PARTS and (kinds == 1 or parts == 2) and a.shape[2] % 16 == 0
+    )
+
+
+def _tell(call: _Call, additions: LowRank) -> None:
+    for name in ("a", "b", "ranks", "order", "slots"):
+        setattr(call, name, getattr(additions, name).data_ptr())
+    call.launches = additions.published.data_ptr()
+    call.sums = call.launches + additions.published.element_size()
+    _, call.parts, call.most_ranks, _ = additions.a.shape
+    call.ends[: call.parts] = additions.ends
 
 
 def _can_read(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -139,10 +197,18 @@ def multiply_normalised(
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `NORM_LINEAR`."""
-    total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    found = normalise_multiply(x, residual, norm, weight, bias, activation)
+    return found or norm_linear.norm_linear_pdl(x, residual, norm, weight, bias, activation)
+
+
+def normalise_multiply(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None,
+    activation: str = "", additions: LowRank | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`multiply` behind a norm, and the new residual [M, K]; None where the kernel does not take it."""
     is_plain = residual.dtype == norm.weight.dtype == torch.bfloat16 and residual.stride(1) == 1
-    if is_plain and residual.stride(0) % VECTOR == 0 and (residual.data_ptr() | norm.weight.data_ptr()) % 16 == 0:
-        out = multiply(x, weight, bias, activation, before=(residual, norm, total))
-        if out is not None:
-            return out, total
-    return norm_linear.norm_linear_pdl(x, residual, norm, weight, bias, activation)
+    if not is_plain or residual.stride(0) % VECTOR or (residual.data_ptr() | norm.weight.data_ptr()) % 16:
+        return None
+    total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    out = multiply(x, weight, bias, activation, before=(residual, norm, total), additions=additions)
+    return None if out is None else (out, total)

@@ -56,7 +56,9 @@ class LowRankBank:
     dtype, scales multiplied into ``b``; rows beyond an adapter's rank are zero up to a multiple of 16, any beyond.
     ``ranks`` [S, P] int64, 0 for parts without an addition. ``ends`` are the P ends of the parts among the O outputs.
     ``tiles`` [3, n] int64: of each tile of outputs its part, first output, and end; none is in two parts. ``extended``
-    [O + S * P * R, I]: the weight with ``a`` behind it, in whose memory it is; None where it has its own."""
+    [O + S * P * R, I]: the weight with ``a`` behind it, in whose memory it is; None where it has its own.
+    ``published`` [`count_published`] int64: what blocks of one launch tell one another, zeros at first; None where no
+    kernel needs it."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -64,6 +66,7 @@ class LowRankBank:
     ends: tuple[int, ...]
     tiles: torch.Tensor
     extended: torch.Tensor | None = None
+    published: torch.Tensor | None = None
 
     @property
     def inputs(self) -> int:
@@ -134,6 +137,13 @@ LINEAR_SHRINK = Operation("LoRA kernel with a product")
 """``linear_shrink(x [T, I], weight [O, I], bias [O] | None, bank, rows) -> (out [T, O], reduced) | None``: `LINEAR` and
 `SHRINK` in one kernel; None where two are as fast, for more than a row or two."""
 
+ADAPTED_LINEAR = Operation("product with LoRA")
+"""``adapted_linear(x [T, I], weight [O, I], bias [O] | None, bank, rows, activation="", before=None) -> (out, None) |
+None``: `LINEAR` and all that adapters add, each output rounded once, then the gated ``activation`` if one is named, of
+a weight that stacks gate and up, each rounded as if stored: out is [T, O] or [T, O / 2]. With ``before``, a residual
+[T, I] and a `Norm`, x is ``norm(residual + x)`` and the second result that sum. In one kernel; None where more are as
+fast, for more than a row or two. ``bank`` has `LowRankBank.published`."""
+
 ADAPTED_NORM = Operation("LoRA kernel between two products")
 """``adapted_norm(x [T, I], pending, residual [T, D], norm: Norm, bank, following, rows) -> (normed, new_residual,
 reduced | None) | None``: `SHRINK` of x, the input of a product whose output or partial sums are ``pending``,
@@ -150,6 +160,15 @@ with strides of ``ROW_STRIDE`` and ``COLUMN_STRIDE`` numbers. They are multiplie
 float32, and written in ``target_dtype`` to address ``TARGET``, rows ``TARGET_STRIDE`` numbers apart; zeros follow up to
 row ``PADDED``. The rank is written as int64 to address ``RANKS`` unless that is 0. ``most_columns``: the largest width.
 All on one device."""
+
+WHOLE_ROWS = 2
+"""Most rows of `ADAPTED_LINEAR`."""
+
+
+def count_published(parts: int, ranks: int) -> int:
+    """Numbers of `LowRankBank.published`."""
+    return 1 + WHOLE_ROWS * parts * ranks
+
 
 MOST_NORM_ROWS = 64
 """For more rows reading ``b`` for each row takes longer than another launch."""
@@ -222,6 +241,11 @@ for _operation, _name in ((SHRINK, "shrink"), (EXPAND, "expand")):
         "cpu", f"headrace.kernels.lora.cpu:{_name}",
         supports=requires(device="cpu", dtypes=("float32", "bfloat16", "float16")), priority=10, doc="own C++ kernels",
     )
+ADAPTED_LINEAR.add("reference", "headrace.kernels.lora.reference:adapted_linear", doc="one behind the other")
+ADAPTED_LINEAR.add(
+    "cuda", "headrace.kernels.lora.gemv:adapted_linear",
+    supports=lambda query: _in_bfloat16(query) or _reason_against(query), priority=10, doc="own CUDA C++ for Hopper",
+)
 PLACE_FACTORS.add(
     "reference", "headrace.kernels.lora.reference:place_factors", supports=requires(device="cpu"), doc="by address"
 )

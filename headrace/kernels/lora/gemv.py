@@ -1,5 +1,5 @@
 """A product of one row or two that also multiplies them with ``a`` of their adapters, in one launch: another would
-take longer than reading ``a``.
+take longer than reading ``a``; on Hopper (``csrc/cuda/plain_rows.cu``) with all that adapters add.
 
 M rows, N outputs, K inputs, P parts, R ranks of a part.
 """
@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, wait_for_previous
+from headrace.kernels.linear import Norm
+from headrace.kernels.linear.rows import LowRank, multiply, normalise_multiply
 from headrace.kernels.linear.triton import gemv_rows, gemv_tile, multiply_rows
-from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
+from headrace.kernels.lora import WHOLE_ROWS, LowRankBank, Reduced, SlotRows
 
 
 @triton.jit
@@ -73,3 +75,17 @@ def linear_shrink(
 
 
 linear_shrink_pdl = partial(linear_shrink, pdl=True)
+
+
+def adapted_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bank: LowRankBank, rows: SlotRows,
+    activation: str = "", before: tuple[torch.Tensor, Norm] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """See `ADAPTED_LINEAR`."""
+    if bank.published is None or rows.num_rows > WHOLE_ROWS:
+        return None
+    additions = LowRank(bank.a, bank.b, bank.ranks, bank.ends, rows.order, rows.slots, bank.published)
+    if before is not None:
+        return normalise_multiply(x, *before, weight, bias, activation, additions)
+    out = multiply(x, weight, bias, activation, additions=additions)
+    return None if out is None else (out, None)

@@ -62,8 +62,7 @@ def expand_gated(
 ) -> torch.Tensor:
     """See `EXPAND_GATED`."""
     expand(reduced, x, bank, rows)
-    gated: torch.Tensor = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}[activation].load("reference")(x)
-    return gated
+    return _gate(x, activation)
 
 
 def expand_add_norm(
@@ -77,6 +76,20 @@ def expand_add_norm(
         added.to(residual.dtype), residual, norm.weight, norm.eps, norm.offset
     )
     return found
+
+
+def adapted_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bank: LowRankBank, rows: SlotRows,
+    activation: str = "", before: tuple[torch.Tensor, Norm] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `ADAPTED_LINEAR`."""
+    total = None
+    if before is not None:
+        residual, norm = before
+        x, total = ADD_RMS_NORM.load("reference")(x, residual, norm.weight, norm.eps, norm.offset)
+    out = F.linear(x, weight, bias)
+    expand(shrink(x, bank, rows), out, bank, rows)
+    return _gate(out, activation) if activation else out, total
 
 
 def adapted_norm(
@@ -105,6 +118,11 @@ def place_factors(
         factor = stored.as_strided((rank, width), (row[ROW_STRIDE], row[COLUMN_STRIDE])).float()
         target[:rank] = factor * torch.tensor(row[SCALE], dtype=torch.int32).view(torch.float32)
         target[rank:] = 0.0
+
+
+def _gate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    gated: torch.Tensor = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}[activation].load("reference")(x)
+    return gated
 
 
 def _at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import (
+    ADAPTED_LINEAR,
     ADAPTED_NORM,
     EXPAND,
     EXPAND_ADD_NORM,
@@ -27,6 +28,7 @@ from headrace.kernels.lora import (
     Reduced,
     SlotRows,
     chains_norm,
+    count_published,
     fits_norm,
     is_dense,
     make_tiles,
@@ -127,6 +129,7 @@ class LinearBank(AdapterBank):
         self._expand_add_norm = choose_fused(EXPAND_ADD_NORM, query)
         self._linear_shrink = choose_fused(LINEAR_SHRINK, query)
         self._adapted_norm = choose_fused(ADAPTED_NORM, query)
+        self._adapted_linear = choose_fused(ADAPTED_LINEAR, query)
 
     def _make_factors(self, sizes: BankSizes) -> None:
         """Set aside the memory of low-rank additions."""
@@ -135,6 +138,7 @@ class LinearBank(AdapterBank):
         self.a = make_buffer(*shape, dtype=dtype, device=device)
         self.b = make_buffer(sizes.num_slots, padded, self.ends[-1], dtype=dtype, device=device)
         self.tiles = nn.Buffer(make_tiles(self.ends, device), persistent=False)
+        self.published = make_buffer(count_published(len(self.ends), padded), dtype=torch.int64, device=device)
         self._tensors: LowRankBank | None = None
 
     def sizes(self, part: str) -> tuple[int, int]:
@@ -157,7 +161,9 @@ class LinearBank(AdapterBank):
         known = self._tensors
         if known is None or known.a is not self.a:  # buffers are replaced when the model moves to another device
             extended = None if self.extended is None else self.extended.find(self.a)
-            known = self._tensors = LowRankBank(self.a, self.b, self.ranks, self.ends, self.tiles, extended)
+            known = self._tensors = LowRankBank(
+                self.a, self.b, self.ranks, self.ends, self.tiles, extended, self.published
+            )
         return known
 
     @property
@@ -286,7 +292,7 @@ class LinearBank(AdapterBank):
 
     def begin(self, x: torch.Tensor, *, before_norm: bool = False) -> Adaptation | None:
         """Begin what adapters of the rows of ``x`` [T, I] change, before the product or beside it; None where no row
-        has one. ``before_norm``: `finish_norm` or `chain` may follow, and this is left to them where that is faster."""
+        has one. ``before_norm``: `finish_norm` may follow, and this is left to it where that is faster."""
         rows = self._find_rows()
         # a drafter that shares a head asks for other rows: its guesses are those of the base model
         if rows is None or (rows.num_rows != len(x) and self.kind == "head"):
@@ -295,15 +301,19 @@ class LinearBank(AdapterBank):
         is_later = before_norm and self._adapted_norm is not None and self._is_plain and chains_norm(len(x))
         return Adaptation(x, rows, None if is_later else self._shrink(x, self.tensors, rows))
 
-    def chain(
-        self, begun: Adaptation, out: torch.Tensor, stream: torch.Tensor, norm: Norm, following: LinearBank
-    ) -> tuple[torch.Tensor, torch.Tensor, Adaptation] | None:
-        """As `finish_norm` of what `begin` left, and what the bank ``following`` begins with the norm's output;
-        None, with nothing changed, where that is not one kernel."""
-        if begun.reduced is not None or self._adapted_norm is None:
+    def multiply_whole(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "",
+        before: tuple[torch.Tensor, Norm] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The product with a plain weight and all that adapters add, in one kernel, as `ADAPTED_LINEAR`; None where
+        that is not faster."""
+        rows = self._find_rows()
+        if self._adapted_linear is None or rows is None or rows.num_rows != len(x) or not self.is_low_rank:
             return None
-        found = self._adapted_norm(begun.x, out, stream, norm, self.tensors, following.tensors, begun.rows)
-        return None if found is None else (found[0], found[1], Adaptation(found[0], begun.rows, found[2]))
+        found: tuple[torch.Tensor, torch.Tensor | None] | None = self._adapted_linear(
+            x, weight, bias, self.tensors, rows, activation, before
+        )
+        return found
 
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_wide: bool,
@@ -341,20 +351,26 @@ class LinearBank(AdapterBank):
         return gated
 
     def finish_norm(
-        self, begun: Adaptation, out: torch.Tensor, stream: torch.Tensor, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `ADD_RMS_NORM` of the product ``out`` [T, D] or [S, T, D] with what adapters add; where it
-        `fuses_norm`, or `begin` left it to this; None, with nothing changed, where that is not one kernel."""
+        self, begun: Adaptation, out: torch.Tensor, stream: torch.Tensor, norm: Norm,
+        following: LinearBank | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Adaptation | None] | None:
+        """As `ADD_RMS_NORM` of the product ``out`` [T, D] or [S, T, D] with what adapters add, and what the bank
+        ``following`` begins with the norm's output. Of what `begin` left to this; None, with nothing changed, where
+        that is not one kernel. Else where it `fuses_norm`, without a bank that follows."""
         if begun.reduced is None:
-            chained = self._adapted_norm and self._adapted_norm(
-                begun.x, out, stream, norm, self.tensors, None, begun.rows
-            )
-            return chained[:2] if chained else None
+            if self._adapted_norm is None:
+                return None
+            behind = None if following is None else following.tensors
+            found = self._adapted_norm(begun.x, out, stream, norm, self.tensors, behind, begun.rows)
+            if found is None:
+                return None
+            normed, total, reduced = found
+            return normed, total, None if following is None else Adaptation(normed, begun.rows, reduced)
+        if following is not None:
+            return None
         assert self._expand_add_norm is not None
-        found: tuple[torch.Tensor, torch.Tensor] = self._expand_add_norm(
-            begun.reduced, out, stream, norm, self.tensors, begun.rows
-        )
-        return found
+        normed, total = self._expand_add_norm(begun.reduced, out, stream, norm, self.tensors, begun.rows)
+        return normed, total, None
 
     def _replace_outputs(self, begun: Adaptation, out: torch.Tensor) -> None:
         for slot, first, count in begun.rows.segments if self._extras else ():
