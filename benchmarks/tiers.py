@@ -177,6 +177,7 @@ async def run_turns(arguments: argparse.Namespace, options: dict[str, Any]) -> N
         assert llm.facts is not None
         vocab, firsts = llm.facts.vocab_size, []
         seats = asyncio.Semaphore(arguments.concurrency)
+        await asyncio.sleep(arguments.settle)
         began = time.perf_counter()
         await asyncio.gather(*(
             converse(llm, Random(user), vocab, arguments, seats, firsts) for user in range(arguments.users)
@@ -207,6 +208,7 @@ def main() -> None:
     ):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     parser.add_argument("--pressure", type=float, default=4.0)
+    parser.add_argument("--settle", type=float, default=0.0, help="seconds in which memory is pinned, before turns")
     arguments = parser.parse_args()
     options = {"load_format": "dummy", "dtype": "bfloat16", **json.loads(arguments.options)}
     if arguments.host_gb:
