@@ -42,9 +42,9 @@ WAYS_TO_BREAK = {
 BREAK = """
 import importlib.abc, sys
 class Break(importlib.abc.MetaPathFinder):
-    error = None
+    error, broken = None, ("headrace.models.deepseek_v4.family",)
     def find_spec(self, name, path=None, target=None):
-        if name == "headrace.models.deepseek_v4.family":
+        if name in self.broken:
             raise self.error
 sys.meta_path.insert(0, Break())
 """
@@ -125,6 +125,29 @@ assert findings["KV pool", "deepseek_v4.window"].status == "ok"
         "WARNING keys and values are kept in bfloat16" in said and "deepseek_v4.window_fp8" in said
         and "raised at import" in said
     )
+
+
+def test_broken_kernels_of_a_family_cost_others_nothing(tmp_path: Path):
+    """Whole packages, which no other family imports; then solutions alone, without which the family itself is served on
+    a CPU, where others are chosen."""
+    llama, v4 = write_model(tmp_path / "llama", LLAMA), write_model(tmp_path / "v4", V4)
+    run_python(f"""{BREAK}{SERVE}
+Break.error = SyntaxError("invalid syntax", ("triton.py", 3, 1, "def broken(:"))
+own = [f"headrace.kernels.{{name}}" for name in ("compressor", "latents", "sparse_attention", "streams")]
+Break.broken = (*own, "headrace.kernels.hot_slots.triton")
+assert len(serve({llama!r})[0]) == 3
+assert not [name for name in sys.modules if name.startswith(tuple(own))]
+try:
+    serve({v4!r})
+except Exception as error:
+    assert "invalid syntax" in str(error), error
+else:
+    raise AssertionError("served without its kernels")
+faster = ("triton", "cuda", "few", "fused", "decodes", "hopper", "rows", "indexer", "selection")
+faster += ("few_scores", "paired_scores")
+Break.broken = tuple(f"{{name}}.{{solution}}" for name in own for solution in faster)
+assert len(serve({v4!r})[0]) == len(serve({llama!r})[0]) == 3
+""")
 
 
 @pytest.mark.parametrize("way", ["variable", "flag"])

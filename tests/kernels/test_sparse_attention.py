@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_latents import make_norm, make_slots, packing_error
 
 from headrace.kernels.latents.slots import Slots
@@ -296,6 +298,39 @@ def test_selection_with_ties(top_k: int, levels: int, device: str, monkeypatch: 
         monkeypatch.setattr(selection, "MOST_HELD", 4096 if levels % 2 else 0)
     for select in selects:
         check_selection(select, scores.to(device), view, top_k, 8)
+
+
+@pytest.mark.parametrize("device", RUNS)
+def test_selection_of_whatever_scores(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Any lengths, pages, numbers of choices and ties, at the edges of blocks and of what is visible."""
+    pytest.importorskip("triton")
+    from headrace.kernels.sparse_attention import indexer, selection
+
+    selects = [reference.select_entries, indexer.select_entries]
+    if device == "cuda":
+        selects.append(selection.select_entries)
+
+    @settings(max_examples=20 if device == "cpu" else 300)
+    @given(
+        lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3), top_k=st.sampled_from([1, 2, 7, 31, 64]),
+        per_page=st.sampled_from([1, 8, 64]), block=st.sampled_from([16, 64]), seed=st.integers(0, 2**32 - 1),
+        values=st.lists(
+            st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3e38, -3e38]) | st.floats(-2, 2, width=32),
+            min_size=1, max_size=6,
+        ),
+    )
+    def check(
+        lengths: list[int], top_k: int, per_page: int, block: int, seed: int, values: list[float]
+    ) -> None:
+        view = make_view(device, lengths, [1] * len(lengths), per_page)
+        chosen = torch.randint(len(values), (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+        scores = torch.tensor(values)[chosen].to(device)
+        monkeypatch.setattr(indexer, "SELECT_BLOCK", block)
+        monkeypatch.setattr(selection, "MOST_HELD", 4096 if seed % 2 else 0)
+        for select in selects:
+            check_selection(select, scores, view, top_k, per_page)
+
+    check()
 
 
 @pytest.mark.cuda
