@@ -92,6 +92,45 @@ def test_an_engine_of_two_ranks_is_served(cluster, tiny_model: Path, tmp_path: P
         process.wait()
 
 
+@pytest.mark.slow
+def test_engines_follow_the_load(cluster, tiny_model: Path, tmp_path: Path):
+    """One engine without load, two where requests wait, and one again; nobody loses an answer."""
+    log = (tmp_path / "log").open("wb")
+    command = [
+        sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster.address, "headrace.ray:app",
+        f"model={tiny_model}", *TINY, "min_replicas=1", "max_replicas=2", "target_ongoing_requests=1",
+        "upscale_delay_s=1", "downscale_delay_s=5",
+    ]
+    process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    is_over, counts = threading.Event(), list[int]()
+
+    def ask() -> None:
+        client = openai.OpenAI(base_url=URL + "/v1", api_key="none")
+        while not is_over.is_set():
+            answer = client.completions.create(
+                model="default", prompt="go", max_tokens=200, temperature=0, extra_body={"ignore_eos": True}
+            )
+            counts.append(answer.usage.completion_tokens)
+
+    try:
+        until(lambda: is_ready() or process.poll() is not None, "ready")
+        assert process.poll() is None, (tmp_path / "log").read_text()[-4000:]
+        assert len(engine_pids()) == 1
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(engine_pids()) == 2, "a second engine under load")
+        is_over.set()
+        for thread in threads:
+            thread.join(120)
+        until(lambda: len(engine_pids()) == 1, "one engine without load")
+        assert counts and set(counts) == {200} and is_ready()
+    finally:
+        is_over.set()
+        process.kill()
+        process.wait()
+
+
 def check_affinity(client: openai.OpenAI) -> None:
     """Turns of a conversation find their beginning in a cache."""
     for topic in range(4):
