@@ -49,6 +49,9 @@ def round_rows(x: torch.Tensor) -> torch.Tensor:
     "rows,outputs,inputs", [
         (1, 80, 256), (2, 4096, 768), (5, 272, 4096), (8, 176, 1536), (11, 144, 14336),
         (1, 80, 128), (3, 4096, 1408), (3, 48, 1152),  # odd numbers of blocks: half of a warp may be past the end
+        # shared by two programs, with less for the second one; gate and up of DeepSeek-V4-Flash's shared MLP of two
+        # ranks, its down projection of queries and latents, DeepSeek-V3's
+        (1, 48, 2176), (2, 80, 2688), (1, 2048, 4096), (4, 1536, 4096), (3, 2112, 7168), (1, 4096, 1024),
     ]
 )
 def test_products_of_few_rows(form: str, rows: int, outputs: int, inputs: int):
@@ -97,6 +100,32 @@ def test_programs_fit_shared_memory_and_cover_all_inputs(has_norm: bool):
             assert used <= fp8_rows.MOST_BYTES
             assert fp8_rows.count_chunks(inputs, shape) * shape.splits * shape.unit * fp8_rows.BLOCK >= inputs
             assert shape.splits == 1 or tiles * shape.splits <= 2 * fp8_rows.NUM_SMS or rows * inputs > 48 << 10
+
+
+DENSE = {
+    # outputs and inputs of a rank's weights by number of ranks
+    "DeepSeek-V4-Flash": lambda n: (
+        (1536, 4096), (32768 // n, 1024), (8192 // n, 4096), (4096, 8192 // n), (4096 // n, 4096), (4096, 2048 // n),
+        (8192, 1024),
+    ),
+    "DeepSeek-V3": lambda n: (
+        (2112, 7168), (24576 // n, 1536), (7168, 16384 // n), (36864 // n, 7168), (7168, 18432 // n),
+        (4096 // n, 7168), (7168, 2048 // n),
+    ),
+    "Qwen3-30B-A3B": lambda n: ((5120 // n, 2048), (2048, 4096 // n)),
+    "Qwen3-8B": lambda n: ((6144 // n, 4096), (4096, 4096 // n), (24576 // n, 4096), (4096, 12288 // n)),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("model", DENSE)
+def test_programs_share_inputs_by_two_and_run_at_once(model: str, ranks: int):
+    """Of four and more, not all clusters run at once where they have nearly all multiprocessors."""
+    for (outputs, inputs), rows in product(DENSE[model](ranks), (1, MOST_WGMMA_ROWS)):
+        tiles = ceil_div(outputs, fp8_rows.TILE)
+        can_share = 2 * tiles <= fp8_rows.NUM_SMS and inputs >= 2048
+        needs_two = rows * inputs > fp8_rows.MOST_X_BYTES
+        assert fp8_rows.choose_shape(tiles, inputs, rows).splits == (2 if can_share or needs_two else 1)
 
 
 def test_what_is_taken():

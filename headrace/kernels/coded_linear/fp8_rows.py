@@ -37,6 +37,9 @@ BLOCK, TILE = 128, 64
 """As in the source: inputs of a block, rows of the weight in a tile."""
 MOST_SPLITS, MOST_X_BYTES = 8, 48 << 10
 """Programs of a cluster, and codes of x that one keeps."""
+LEAST_SHARED = 2048
+"""Inputs of a tile that two programs share for speed: of half as many a program's codes, 64 KB, are on their way at
+once, before the previous kernel has ended, and sharing would add an exchange of sums."""
 NUM_SMS = 132
 """Of an H100 or H200 (SXM)."""
 MOST_GROUPED_ROWS = 8
@@ -92,9 +95,12 @@ def count_chunks(inputs: int, shape: Shape) -> int:
 
 @cache
 def choose_shape(tiles: int, inputs: int, rows: int) -> Shape:
-    """Inputs are shared while there are multiprocessors for it, and where all of x would not fit beside the ring."""
-    splits = 1
-    while splits < MOST_SPLITS and (2 * splits * tiles <= NUM_SMS or ceil_div(inputs, splits) * rows > MOST_X_BYTES):
+    """Two programs share a tile's inputs where there are multiprocessors for both; more of them only where all of x
+    would not fit beside the ring. A cluster needs free multiprocessors of one group at once, whose number no multiple
+    of four or eight has to be: 32 clusters of four, 128 programs, do not all run on 132 multiprocessors, and the last
+    ones wait for a whole round. Two are one pair of multiprocessors, of which there are 66."""
+    splits = 2 if 2 * tiles <= NUM_SMS and inputs >= LEAST_SHARED else 1
+    while splits < MOST_SPLITS and ceil_div(inputs, splits) * rows > MOST_X_BYTES:
         splits *= 2
     return replace(RING, splits=splits)
 

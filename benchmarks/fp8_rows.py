@@ -1,0 +1,140 @@
+"""Products of few rows with e4m3 weights in blocks of 128 x 128 by how programs divide them, on one Hopper GPU:
+``python -m benchmarks.fp8_rows [--only REGEX] [--rows 1 4]``.
+
+Weights are a rank's of DeepSeek-V4-Flash, DeepSeek-V3 and Qwen3-30B-A3B. Microseconds of a product in captured chains
+over copies of the weight that the L2 does not hold, each division checked against the plain product; beside them what
+else serves such weights. Then the products of a V4 layer in turn, by the most programs that share a tile's inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from benchmarks.coded_experts import draw
+from benchmarks.cuda_kernels import time_calls
+from benchmarks.quantized_gpu import FORMS
+from benchmarks.roofline import BANDWIDTH
+from headrace.kernels.coded_linear import CODED_LINEAR, fp8_rows
+from headrace.kernels.coded_linear.choice import describe_codes, find_solutions
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.fp8_rows import RING, Shape
+from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.rowwise import Gate
+
+BF16, WEIGHT_BYTES = torch.bfloat16, 300 << 20
+CLAMP = Gate("clamped", limit=10.0, alpha=1.0, up_offset=0.0)
+CASES = {
+    # outputs, inputs, whether a gate and its clamp follow
+    "V4 gate_up, 2 ranks": (2048, 4096, True), "V4 gate_up, 4 ranks": (1024, 4096, True),
+    "V4 gate_up": (4096, 4096, True), "V4 down, 2 ranks": (4096, 1024, False), "V4 down": (4096, 2048, False),
+    "V4 queries and latent": (1536, 4096, False), "V4 queries up, 2 ranks": (16384, 1024, False),
+    "V4 output, 2 ranks": (4096, 4096, False), "V4 output, 4 ranks": (4096, 2048, False),
+    "V3 queries and latent": (2112, 7168, False), "Qwen3 out": (2048, 4096, False),
+    "Qwen3 out, 2 ranks": (2048, 2048, False), "Qwen3 qkv, 2 ranks": (2560, 2048, False),
+}
+DIVISIONS = [
+    *(replace(RING, splits=splits) for splits in (1, 2, 4, 8)), Shape(2, 8), Shape(2, 8, 2), Shape(4, 4, 2, 4),
+    Shape(8, 2, 2, 4),
+]
+LAYER = ("V4 queries and latent", "V4 queries up, 2 ranks", "V4 output, 2 ranks", "V4 gate_up, 2 ranks",
+         "V4 down, 2 ranks")
+
+
+def name_of(shape: Shape) -> str:
+    """Programs of a tile; blocks of a stage, stages and warpgroups where they are not the usual ones."""
+    usual = replace(shape, splits=1) == RING
+    return f"{shape.splits}" if usual else f"{shape.splits} ({shape.unit}/{shape.stages}/{shape.groups})"
+
+
+def compare(out: torch.Tensor, expected: torch.Tensor) -> str:
+    """A mark behind the name of what is wrong."""
+    error = float((out.double() - expected).norm() / expected.norm())
+    return "" if error < 5e-2 else f" WRONG {error:.0e}"
+
+
+def run_case(name: str, rows: int) -> None:
+    """Print one product's line."""
+    outputs, inputs, is_gated = CASES[name]
+    count = max(4, min(64, WEIGHT_BYTES // (outputs * inputs)))
+    weights = [draw(FORMS["fp8 block 128"], outputs, inputs) for _ in range(count)]
+    x, gate = torch.randn(rows, inputs, device="cuda").to(BF16), CLAMP if is_gated else None
+    whole = x.double() @ dequantise(weights[0], torch.float32).double().T
+    first, second = whole.chunk(2, dim=1)
+    bounded = first.clamp(max=CLAMP.limit)
+    expected = bounded * bounded.sigmoid() * second.clamp(-CLAMP.limit, CLAMP.limit) if is_gated else whole
+    out = torch.empty(expected.shape, dtype=BF16, device="cuda")
+    times: dict[str, float] = {}
+    for shape in DIVISIONS:
+        chunks = ceil_div(ceil_div(inputs // 128, shape.unit), shape.splits)
+        if chunks * (shape.splits - 1) * shape.unit >= inputs // 128:
+            continue  # the last program would have nothing
+        launch = partial(fp8_rows.launch, shape=shape, gate=gate)
+        try:
+            wrong = compare(launch(x, weights[0], None, out), expected)
+            times[name_of(shape) + wrong] = time_calls([partial(launch, x, own, None, out) for own in weights])
+        except Exception as error:  # a benchmark goes on
+            times[f"{name_of(shape)}: {type(error).__name__}"] = 9.0
+    query = describe_codes(weights[0], BF16, torch.cuda.get_device_capability())
+    for other in find_solutions(query, rows):
+        if other not in ("cuda_fp8", "triton_expand", "reference"):
+            multiply = CODED_LINEAR.load(other)
+            wrong = compare(multiply(x, weights[0], None), whole)
+            times[other + wrong] = time_calls([partial(multiply, x, own, None) for own in weights])
+    best = min(times.values())
+    line = " | ".join(f"{key} {seconds * 1e6:.2f}" for key, seconds in times.items())
+    chosen = fp8_rows.choose_shape(ceil_div(outputs, fp8_rows.TILE), inputs, rows)
+    floor = weights[0].num_bytes / BANDWIDTH * 1e6
+    print(
+        f"{name:<24}{outputs:>6} x {inputs:<5} {rows} rows, bytes {floor:.2f}, chosen {name_of(chosen)}, best "
+        f"{best * 1e6:.2f}: {line}", flush=True,
+    )
+
+
+def run_layer(rows: int) -> None:
+    """Print the time of a layer's products in turn, each reading what the one before has written."""
+    layers: list[list[DeviceCodes]] = [
+        [draw(FORMS["fp8 block 128"], *CASES[name][:2]) for name in LAYER] for _ in range(6)
+    ]
+    x = torch.randn(rows, 4096, device="cuda").to(BF16)
+    outs = [torch.empty(rows, CASES[name][0] // (2 if CASES[name][2] else 1), device="cuda", dtype=BF16)
+            for name in LAYER]
+
+    def run(weights: list[DeviceCodes], most: int) -> None:
+        source = x
+        for name, weight, out in zip(LAYER, weights, outs, strict=True):
+            outputs, inputs, is_gated = CASES[name]
+            tiles, splits = ceil_div(outputs, fp8_rows.TILE), 1
+            while 2 * splits * tiles <= fp8_rows.NUM_SMS and splits < most:
+                splits *= 2
+            shape = replace(RING, splits=splits) if most else fp8_rows.choose_shape(tiles, inputs, rows)
+            fp8_rows.launch(source[:, :inputs], weight, None, out, shape=shape, gate=CLAMP if is_gated else None)
+            source = out
+
+    times = {
+        f"at most {most}" if most else "as chosen": time_calls([partial(run, own, most) for own in layers])
+        for most in (8, 4, 2, 1, 0)
+    }
+    print(f"five products of a V4 layer, 2 ranks, {rows} rows: "
+          + " | ".join(f"{key} {seconds * 1e6:.1f}" for key, seconds in times.items()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=".")
+    parser.add_argument("--rows", nargs="*", type=int, default=[1])
+    options = parser.parse_args()
+    for rows in options.rows:
+        for name in CASES:
+            if re.search(options.only, name):
+                run_case(name, rows)
+        run_layer(rows)
+
+
+if __name__ == "__main__":
+    main()
