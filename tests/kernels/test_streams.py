@@ -185,6 +185,23 @@ def test_few_tokens_are_divided_among_clusters():
     assert tiles[1] == tiles[8] == 1 and tiles[64] == 8 and all(few.TILES[tile] <= tile for tile in tiles.values())
 
 
+def test_a_token_has_room_beside_a_product():
+    """Blocks begin while those of the product before are still there, in shared memory and in registers (72 and 88 at
+    most of a thread, of 9 warps each, of which a quarter of a multiprocessor may have 3)."""
+    pytest.importorskip("triton")
+    from headrace.kernels.coded_linear import fp8_rows
+    from headrace.kernels.cuda_source import RESERVED_BYTES, SM_BYTES
+    from headrace.kernels.streams import few
+
+    static_bytes, width = 4096, 4096
+    own = few.count_shared_bytes(width, 1) + static_bytes + RESERVED_BYTES
+    for outputs, inputs in ((4096, 4096), (4096, 1024), (4096, 8192), (1536, 4096)):
+        shape = fp8_rows.choose_shape(outputs // fp8_rows.TILE, inputs, 1)
+        product = fp8_rows.keep_apart(fp8_rows.count_shared_bytes(1, inputs, shape, has_norm=False)) + RESERVED_BYTES
+        assert product + own <= SM_BYTES
+    assert few.count_shared_bytes(width, 8) == 4 * 96 * width // few.CLUSTER and few.count_held(8) == 0
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("num_tokens", [1, 64, 300])
 def test_the_published_shape(num_tokens: int):

@@ -1,15 +1,18 @@
 // Hyper-connections of four streams for few tokens: from one sublayer's output to the next one's input in one kernel.
 //
 // A cluster of CLUSTER blocks has TOKENS tokens; each block has COLUMNS of the hidden size of all streams, a thread one
-// column. Weights are in shared memory before the wait, as no kernel writes them. After it a thread reads its column,
-// writes back what is pending (with -DWRITES=1), and multiplies; sums of all blocks meet in each block's shared memory,
-// so that each knows the weights of the streams; the same once more for the norm. One warp more of a block balances the
-// S x S matrix of one token meanwhile, all of it in the registers of each of its lanes.
+// column. Weights are loaded before the wait, as no kernel writes them: to shared memory, for one token a third of them
+// to registers, so that a block finds room beside one of the kernel before (fp8_rows.cu takes 140 KB and 72 registers a
+// thread) and does not begin only when that has ended. After the wait a thread reads its column, writes back what is
+// pending (with -DWRITES=1), and multiplies; sums of all blocks meet in each block's shared memory, so that each knows
+// the weights of the streams; the same once more for the norm. One warp more of a block balances the S x S matrix of a
+// token meanwhile, all of it in the registers of each of its lanes.
 //
 // With -DWORLD of 2 to 8 what is pending is one rank's part of a sum, which is added up first, by the threads that need
 // it: one kernel instead of two, and nothing goes to memory between them. Each block has the same columns on all ranks.
 //
-// Everything is float32. Compiled by NVRTC. -DGROUP: tokens whose sums a thread has at once; -DTYPE=1 for mailboxes.
+// Everything is float32. Compiled by NVRTC. -DGROUP: tokens whose sums a thread has at once; -DHELD: rows of its
+// weights that are in registers; -DTYPE=1 for mailboxes.
 
 #include "mailbox.cuh"
 
@@ -200,18 +203,41 @@ __device__ __forceinline__ void read_column(
   }
 }
 
+struct Weights {  // of all streams, rows of WEIGHTS x S
+  float held[HELD ? HELD : 1];  // of the thread's column
+  float *shared;                // [WEIGHTS * S - HELD, COLUMNS], of the block's
+};
+
+// Ask for the weights. Loads are volatile, so that they are on their way before the wait.
+__device__ __forceinline__ void load_weights(const Call &call, Weights &weights, int rank) {
+  if (threadIdx.x < WORKERS) {
+    const float *from = call.fn + rank * COLUMNS + threadIdx.x;
+#pragma unroll
+    for (int row = 0; row < HELD; row++)
+      asm volatile("ld.global.f32 %0, [%1];"
+                   : "=f"(weights.held[row]) : "l"(from + int64(row) * call.width) : "memory");
+  }
+  for (int at = threadIdx.x; at < (WEIGHTS * S - HELD) * PIECES; at += THREADS) {
+    const int row = HELD + at / PIECES, piece = at % PIECES;
+    const float *from = call.fn + int64(row) * call.width + rank * COLUMNS + piece * 4;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address_of(weights.shared + at * 4)), "l"(from)
+                 : "memory");
+  }
+}
+
 // Sums of a warp's columns, to `shared.parts`.
-__device__ __forceinline__ void multiply(const float *fn, Shared &shared, const float (&x)[TOKENS][S]) {
+__device__ __forceinline__ void multiply(const Weights &weights, Shared &shared, const float (&x)[TOKENS][S]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int first = 0; first < TOKENS; first += GROUP) {
     float total[GROUP][ROW] = {};
-    const float *at = fn + threadIdx.x;
+    const float *at = weights.shared + threadIdx.x;
 #pragma unroll
     for (int w = 0; w < WEIGHTS; w++) {
 #pragma unroll
       for (int k = 0; k < S; k++) {
-        const float weight = at[(w * S + k) * COLUMNS];
+        const int row = w * S + k;
+        const float weight = row < HELD ? weights.held[row % (HELD ? HELD : 1)] : at[(row - HELD) * COLUMNS];
 #pragma unroll
         for (int t = 0; t < GROUP; t++) total[t][w] += weight * x[first + t][k];
       }
@@ -227,17 +253,15 @@ __device__ __forceinline__ void multiply(const float *fn, Shared &shared, const 
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) pass_streams(
     const __grid_constant__ Call call) {
-  extern __shared__ __align__(16) float fn[];  // [WEIGHTS, S, COLUMNS]
+  extern __shared__ __align__(16) float fn[];
   __shared__ Shared shared;
   const int lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
   const int64 first = int64(blockIdx.x / CLUSTER) * TOKENS;
   const bool is_worker = threadIdx.x < WORKERS;
   const int column = rank * COLUMNS + threadIdx.x % WORKERS;
-  for (int at = threadIdx.x; at < WEIGHTS * S * PIECES; at += THREADS) {
-    const int row = at / PIECES, piece = at % PIECES;
-    const float *from = call.fn + int64(row) * call.width + rank * COLUMNS + piece * 4;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address_of(fn + at * 4)), "l"(from) : "memory");
-  }
+  Weights weights;
+  weights.shared = fn;
+  load_weights(call, weights, rank);
   const float norm = widen(call.norm[column]);
   arrive();  // no block writes to another before that one has begun
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -264,7 +288,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #if WORLD > 1
   count_call(calls, number);
 #endif
-  if (is_worker) multiply(fn, shared, x);
+  if (is_worker) multiply(weights, shared, x);
   __syncthreads();
   await();
   for (int at = threadIdx.x; at < TOKENS * ROW; at += THREADS) {

@@ -73,10 +73,12 @@ def find_kernel(
     columns: int, shape: Shape, gate: int, has_norm: bool, has_tables: bool, device: torch.device
 ) -> CudaKernel:
     """The kernel, compiled (a fifth of a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    return load_kernel(
+    kernel = load_kernel(
         "fp8_rows", device, MOST_BYTES, **asdict(shape), COLUMNS=columns, GATE=gate, NORM=int(has_norm),
         TABLES=int(has_tables),
     )
+    kernel.share_multiprocessors()  # with the kernels before and behind it
+    return kernel
 
 
 def count_shared_bytes(rows: int, inputs: int, shape: Shape, *, has_norm: bool) -> int:

@@ -21,6 +21,8 @@ CLUSTER = 16
 """Blocks that have the columns of a token."""
 COLUMN_STEP = 32 * CLUSTER
 """Hidden sizes are multiples of it: a block has whole warps of a thread for each column."""
+ROWS, HELD = 96, 32
+"""Rows of a width's weights, and those of them that threads hold in registers where a cluster has one token."""
 TILES = {1: 1, 2: 2, 4: 4, 8: 4}
 """Tokens of a cluster, and those of them whose sums a thread has at once."""
 CLUSTERS = 8
@@ -56,18 +58,29 @@ def choose_tile(num_tokens: int) -> int:
     return next(tile for tile in TILES if num_tokens <= tile * CLUSTERS)
 
 
+def count_held(tile: int) -> int:
+    """Rows of weights in registers."""
+    return HELD if tile == 1 else 0
+
+
+def count_shared_bytes(width: int, tile: int) -> int:
+    """Of a block, for the other rows."""
+    return 4 * (ROWS - count_held(tile)) * width // CLUSTER
+
+
 @cache_compiled
 def find_kernel(
     width: int, tile: int, device: torch.device, *, writes: bool, ranks: int = 1
 ) -> tuple[CudaKernel, int] | None:
     """The kernel, compiled (a second) unless cached, and how many clusters run at once; None, with a warning, where
     that fails, or where no cluster of that size can run. ``ranks``: those over which what is pending is added up."""
-    shared_bytes = 4 * 24 * 4 * width // CLUSTER
+    held, shared_bytes = count_held(tile), count_shared_bytes(width, tile)
     with fallback("hyper-connections of few tokens take two kernels"), torch.cuda.device(device):
         kernel = load_kernel(
             "streams_few", device, shared_bytes, "pass_streams", CLUSTER=CLUSTER, COLUMNS=width // CLUSTER,
-            TOKENS=tile, GROUP=TILES[tile], WRITES=int(writes), WORLD=ranks, TYPE=TYPES[torch.bfloat16],
+            TOKENS=tile, GROUP=TILES[tile], HELD=held, WRITES=int(writes), WORLD=ranks, TYPE=TYPES[torch.bfloat16],
         )
+        kernel.share_multiprocessors()  # with the kernels before and behind it
         count = kernel.count_clusters(CLUSTER, width // CLUSTER + 32)
         return (kernel, count) if count else None
     return None
