@@ -51,6 +51,7 @@ struct Shared {
   float pre[TOKENS][S];
   float post[TOKENS][S], mix[TOKENS][S][S];
   uint4 totals[SUMS ? TOKENS : 1][SUMS ? EIGHTS : 1];  // what is pending, of all ranks
+  uint64 sums_there, squares_there;                    // barriers that wait for their bytes, once
 };
 
 __device__ __forceinline__ float widen(uint16 x) { return __uint_as_float(uint32(x) << 16); }
@@ -73,14 +74,33 @@ __device__ __forceinline__ uint32 address_of(const void *at) {
   return static_cast<uint32>(__cvta_generic_to_shared(at));
 }
 
-__device__ __forceinline__ void store_in(uint32 at, int rank, float value) {  // of another block of the cluster
-  uint32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+// Blocks of a cluster send each other sums, and a barrier of the receiver counts the bytes that have come. A sender
+// waits for nothing, where a barrier of the cluster would have it wait for all that it has stored in global memory. No
+// block ends before it has what all others send it.
+__device__ __forceinline__ void expect(uint32 barrier, uint32 bytes) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#define TO_BLOCK \
+  "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
+
+__device__ __forceinline__ void send(uint32 to, uint32 barrier, int block, float4 v) {
+  asm volatile(TO_BLOCK
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar]; }"
+               ::"r"(to), "r"(barrier), "r"(block), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+__device__ __forceinline__ void send(uint32 to, uint32 barrier, int block, float v) {
+  asm volatile(TO_BLOCK "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [bar]; }"
+               ::"r"(to), "r"(barrier), "r"(block), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void receive(uint32 barrier) {
+  asm volatile("{ .reg .pred done;\n"
+               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+               "@!done bra AGAIN; }" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
 // Sums over a warp's lanes of 32 values each: lane i gets that of value i.
@@ -263,7 +283,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   weights.shared = fn;
   load_weights(call, weights, rank);
   const float norm = widen(call.norm[column]);
-  arrive();  // no block writes to another before that one has begun
+  if (threadIdx.x == 0) {
+    expect(address_of(&shared.sums_there), sizeof(shared.sums));
+    expect(address_of(&shared.squares_there), sizeof(shared.squares));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  // no block sends to another before that one's barriers are there
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (WRITES && is_worker) {
@@ -290,21 +317,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #endif
   if (is_worker) multiply(weights, shared, x);
   __syncthreads();
-  await();
-  for (int at = threadIdx.x; at < TOKENS * ROW; at += THREADS) {
-    float sum = 0.f;
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  for (int at = threadIdx.x; at < TOKENS * ROW / 4 * CLUSTER; at += THREADS) {
+    const int four = at / CLUSTER;
+    float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) sum += (&shared.parts[warp][0][0])[at];
-#pragma unroll
-    for (int block = 0; block < CLUSTER; block++) store_in(address_of(&shared.sums[rank][0][0] + at), block, sum);
+    for (int warp = 0; warp < WARPS; warp++) {
+      const float4 part = ((const float4 *)shared.parts[warp])[four];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    send(address_of((float4 *)shared.sums[rank] + four), address_of(&shared.sums_there), at % CLUSTER, sum);
   }
-  arrive();
-  await();
+  receive(address_of(&shared.sums_there));
   if (!is_worker) {
-    arrive();
     if (rank < TOKENS && first + rank < call.tokens)
       balance(call, weigh(call, shared, rank, lane), first + rank, lane);
-    await();
     return;
   }
   for (int t = threadIdx.x / 32; t < TOKENS; t += WARPS) {
@@ -330,11 +357,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     float square = 0.f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; warp++) square += shared.parts[warp][t][0];
-    store_in(address_of(&shared.squares[t][rank]), at % CLUSTER, square);
+    send(address_of(&shared.squares[t][rank]), address_of(&shared.squares_there), at % CLUSTER, square);
   }
-  __syncwarp();
-  arrive();
-  await();
+  receive(address_of(&shared.squares_there));
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
     float square = 0.f;
