@@ -129,48 +129,62 @@ __device__ __forceinline__ float weigh(const Call &call, const Shared &shared, i
   return lane < WEIGHTS ? own * call.scale[lane < S ? 0 : lane < 2 * S ? 1 : 2] + call.base[lane] : 0.f;
 }
 
+// Reciprocals of sums, of two at a time: one takes a warp's unit for them eight cycles.
+__device__ __forceinline__ void invert(const float (&sums)[S], float (&shares)[S]) {
+#pragma unroll
+  for (int i = 0; i < S; i += 2) {
+    const float both = reciprocal(sums[i] * sums[i + 1]);
+    shares[i] = both * sums[i + 1], shares[i + 1] = both * sums[i];
+  }
+}
+
+__device__ __forceinline__ float pick(const float (&values)[S], int i) {
+  const float first = i & 1 ? values[1] : values[0], second = i & 1 ? values[3] : values[2];
+  return i & 2 ? second : first;
+}
+
 // post and the doubly stochastic matrix of a token, by one warp; as the reference: softmax of rows, then columns and
 // rows in turn, columns first and last.
+//
+// The matrix stays as it was after softmax; rows and columns have factors. Dividing columns by their sum plus eps makes
+// a column's factor f to f / (f c + eps) = 1 / (c + eps / f), where c is its sum without its own factor: a pass is a
+// product with a vector and four reciprocals.
 __device__ __forceinline__ void balance(const Call &call, float own, int64 token, int lane) {
-  if (lane >= S && lane < 2 * S) call.new_post[token * S + lane - S] = 2.f * sigmoid(own);
-  float mix[S][S];
+  const float post = 2.f * sigmoid(own);
+  float most = fmaxf(own, __shfl_xor_sync(~0u, own, 1));  // rows of the matrix are lanes 8 to 11, 12 to 15, and so on
+  most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  float share = expf(own - most);
+  float sum = share + __shfl_xor_sync(~0u, share, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  share = share * reciprocal(sum) + call.eps;
+  float mix[S][S], row_sums[S], column_sums[S], rows[S], columns[S];
 #pragma unroll
   for (int i = 0; i < S; i++) {
+    row_sums[i] = column_sums[i] = rows[i] = 1.f;
 #pragma unroll
-    for (int j = 0; j < S; j++) mix[i][j] = __shfl_sync(~0u, own, 2 * S + i * S + j);
-  }
-#pragma unroll
-  for (int i = 0; i < S; i++) {
-    const float most = fmaxf(fmaxf(mix[i][0], mix[i][1]), fmaxf(mix[i][2], mix[i][3]));
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < S; j++) sum += mix[i][j] = expf(mix[i][j] - most);
-#pragma unroll
-    for (int j = 0; j < S; j++) mix[i][j] = mix[i][j] / sum + call.eps;
+    for (int j = 0; j < S; j++) mix[i][j] = __shfl_sync(~0u, share, 2 * S + i * S + j);
   }
   for (int pass = 0; pass < call.iterations; pass++) {
     if (pass) {
 #pragma unroll
       for (int i = 0; i < S; i++) {
-        const float share = reciprocal((mix[i][0] + mix[i][1]) + (mix[i][2] + mix[i][3]) + call.eps);
+        row_sums[i] *= call.eps;
 #pragma unroll
-        for (int j = 0; j < S; j++) mix[i][j] *= share;
+        for (int j = 0; j < S; j++) row_sums[i] += mix[i][j] * columns[j];
       }
+      invert(row_sums, rows);
     }
 #pragma unroll
     for (int j = 0; j < S; j++) {
-      const float share = reciprocal((mix[0][j] + mix[1][j]) + (mix[2][j] + mix[3][j]) + call.eps);
+      column_sums[j] *= call.eps;
 #pragma unroll
-      for (int i = 0; i < S; i++) mix[i][j] *= share;
+      for (int i = 0; i < S; i++) column_sums[j] += mix[i][j] * rows[i];
     }
+    invert(column_sums, columns);
   }
-#pragma unroll
-  for (int i = 0; i < S; i++) {
-#pragma unroll
-    for (int j = 0; j < S; j++) {
-      if (lane == i * S + j) call.new_mix[token * S * S + lane] = mix[i][j];
-    }
-  }
+  if (lane >= S && lane < 2 * S) call.new_post[token * S + lane - S] = post;
+  if (lane >= 2 * S && lane < WEIGHTS)
+    call.new_mix[token * S * S + lane - 2 * S] = share * pick(rows, lane / S - 2) * pick(columns, lane % S);
 }
 
 #if WORLD > 1
