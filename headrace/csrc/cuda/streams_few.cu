@@ -119,14 +119,16 @@ __device__ __forceinline__ float scatter_sums(float (&v)[2 * STEP], int lane) {
     return kept[0];
 }
 
-// Lane w: weight w of a token, before sigmoid and balance.
-__device__ __forceinline__ float weigh(const Call &call, const Shared &shared, int token, int lane) {
+// Lane w: weight w of a token, before sigmoid and balance. `scale` and `base` are those of the weight, and were loaded
+// before the wait.
+__device__ __forceinline__ float weigh(
+    const Call &call, const Shared &shared, int token, int lane, float scale, float base) {
   float own = 0.f;
 #pragma unroll
   for (int block = 0; block < CLUSTER; block++) own += shared.sums[block][token][lane];
   // the streams are normalised as one vector, after the products
   own *= rsqrtf(__shfl_sync(~0u, own, WEIGHTS) / (float(S) * call.width) + call.norm_eps);
-  return lane < WEIGHTS ? own * call.scale[lane < S ? 0 : lane < 2 * S ? 1 : 2] + call.base[lane] : 0.f;
+  return own * scale + base;
 }
 
 // Reciprocals of sums, of two at a time: one takes a warp's unit for them eight cycles.
@@ -202,10 +204,20 @@ __device__ __forceinline__ void sum_ranks(const Call &call, Shared &shared, uint
 }
 #endif
 
-// A thread's column of all tokens: what is pending is written back, in the dtype of the streams.
+// A thread's column of all tokens: what is pending is written back, in the dtype of the streams. All loads are on their
+// way at once.
 __device__ __forceinline__ void read_column(
     const Call &call, Shared &shared, float (&x)[TOKENS][S], int64 first, int column, uint32 number) {
+  constexpr int FACTORS = S * (1 + S), EACH = (TOKENS * FACTORS + WORKERS - 1) / WORKERS;  // of post and mix
   uint16 own[TOKENS][S], out[TOKENS], more[TOKENS];
+  float factors[EACH];
+#pragma unroll
+  for (int i = 0; i < (WRITES ? EACH : 0); i++) {
+    const int at = threadIdx.x + i * WORKERS, t = at / FACTORS, k = at % FACTORS;
+    factors[i] = 0.f;
+    if (t < TOKENS && first + t < call.tokens)
+      factors[i] = k < S ? call.post[(first + t) * S + k] : call.mix[(first + t) * S * S + k - S];
+  }
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
     const bool there = first + t < call.tokens;
@@ -218,6 +230,11 @@ __device__ __forceinline__ void read_column(
 #if WORLD > 1
   sum_ranks(call, shared, number, first, column / COLUMNS);
 #endif
+#pragma unroll
+  for (int i = 0; i < (WRITES ? EACH : 0); i++) {
+    const int at = threadIdx.x + i * WORKERS, t = at / FACTORS, k = at % FACTORS;
+    if (t < TOKENS) (k < S ? &shared.post[t][k] : &shared.mix[t][0][0] + (k - S))[0] = factors[i];
+  }
   if (WRITES) sync_workers();  // post and mix, and totals, are in shared memory
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
@@ -297,6 +314,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   weights.shared = fn;
   load_weights(call, weights, rank);
   const float norm = widen(call.norm[column]);
+  const bool is_weight = lane < WEIGHTS;
+  const float scale = is_weight ? call.scale[lane < S ? 0 : lane < 2 * S ? 1 : 2] : 0.f;
+  const float base = is_weight ? call.base[lane] : 0.f;
   if (threadIdx.x == 0) {
     expect(address_of(&shared.sums_there), sizeof(shared.sums));
     expect(address_of(&shared.squares_there), sizeof(shared.squares));
@@ -307,16 +327,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (WRITES && is_worker) {
-    for (int at = threadIdx.x; at < TOKENS * S * (1 + S); at += WORKERS) {
-      const int t = at / (S * (1 + S)), i = at % (S * (1 + S));
-      const bool there = first + t < call.tokens;
-      if (i < S)
-        shared.post[t][i] = there ? call.post[(first + t) * S + i] : 0.f;
-      else
-        (&shared.mix[t][0][0])[i - S] = there ? call.mix[(first + t) * S * S + i - S] : 0.f;
-    }
-  }
   float x[TOKENS][S];
   uint32 number = 0;
 #if WORLD > 1
@@ -345,11 +355,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   receive(address_of(&shared.sums_there));
   if (!is_worker) {
     if (rank < TOKENS && first + rank < call.tokens)
-      balance(call, weigh(call, shared, rank, lane), first + rank, lane);
+      balance(call, weigh(call, shared, rank, lane, scale, base), first + rank, lane);
     return;
   }
   for (int t = threadIdx.x / 32; t < TOKENS; t += WARPS) {
-    const float own = weigh(call, shared, t, lane);
+    const float own = weigh(call, shared, t, lane, scale, base);
     if (lane < S) shared.pre[t][lane] = sigmoid(own) + call.eps;
   }
   sync_workers();
