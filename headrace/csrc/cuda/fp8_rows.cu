@@ -211,6 +211,44 @@ __device__ __forceinline__ void finish(const Call &call, const Memory &s, const 
   }
 }
 
+// A thread's rows of the weight in a tile, and where their scales begin.
+__device__ __forceinline__ void find_rows(const Call &call, int tile, int (&row)[2], const float *(&table)[2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int first = GATE ? tile * TILE_OUTPUTS + warp * 8 + lane / 4 : tile * TILE + warp * 16 + lane / 4;
+  row[0] = min(first, call.outputs - 1), row[1] = GATE ? call.outputs + row[0] : min(first + 8, call.outputs - 1);
+#pragma unroll
+  for (int i = 0; i < 2; i++) table[i] = call.scales + int64(row[i] / call.shared) * call.table;
+}
+
+// Ask for the scales of the program's first tiles into the L2, by one warp.
+__device__ __forceinline__ void prefetch_scales(
+    const Call &call, int first_tile, int tiles_apart, int own_tiles, int first_block, int own_blocks) {
+  constexpr int SECTOR = 8, MOST = 4;  // scales that come together, and tiles
+  const int pieces = TABLES ? own_blocks / SECTOR + 1 : 1;
+  for (int nth = 0; nth < 2 * min(own_tiles, MOST); nth++) {
+    if (!GATE && nth % 2) continue;
+    const int first = (first_tile + nth / 2 * tiles_apart) * TILE_OUTPUTS, up = nth % 2 * call.outputs;
+    const int begin = (up + first) / call.shared;
+    const int rows = (up + min(first + TILE_OUTPUTS, call.outputs) - 1) / call.shared - begin + 1;
+    for (int at = threadIdx.x % 32; at < rows * pieces; at += 32) {
+      const int row = at / pieces, block = TABLES ? first_block + min(at % pieces * SECTOR, own_blocks - 1) : 0;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(call.scales + int64(begin + row) * call.table + block) : "memory");
+    }
+  }
+}
+
+// The scales of a thread's rows and of its warpgroup's blocks of a stage. Volatile, to be asked for where it is called.
+__device__ __forceinline__ void load_scales(
+    const float *const (&table)[2], int first_block, int last, float (&scales)[2][EACH]) {
+  const int group = threadIdx.x / 128;
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      asm volatile("ld.global.nc.f32 %0, [%1];"
+                   : "=f"(scales[i][e]) : "l"(table[i] + min(first_block + e * GROUPS + group, last)));
+}
+
 __device__ __forceinline__ void fill(const TensorMap *map, const Memory &s, int nth, int count, int tiles_apart,
                                      int first_tile, int first_chunk, int slot) {
   const int round = nth / count, tile = first_tile + round * tiles_apart;
@@ -261,6 +299,7 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
   float row_scale[2] = {1.f, 1.f};
 
   if (group == GROUPS) {
+    if (count > 0) prefetch_scales(call, first_tile, tiles_apart, own_tiles, first_chunk * UNIT, own_blocks);
     if (threadIdx.x == MATH) {
       int slot = 0;
       uint32 parity = 0;
@@ -272,6 +311,11 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
     }
     __syncwarp();
   } else {
+    // scales come from memory, which takes longer than most of what is behind the wait
+    const float *table[2];
+    float scales[2][EACH];  // of the next stage's blocks
+    find_rows(call, tile, row, table);
+    if (TABLES) load_scales(table, first_chunk * UNIT, blocks - 1, scales);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (NORM)
@@ -282,26 +326,16 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what threads have written
     sync_math();
     if (NORM) find_factors(call, s);  // for `finish`, which comes after the next barrier
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int lane = threadIdx.x % 32;
     int slot = 0, buffer = 0;
     uint32 parity = 0;
     for (int nth_tile = 0; nth_tile < own_tiles; nth_tile++) {
       tile = first_tile + nth_tile * tiles_apart;
-      const int first = GATE ? tile * TILE_OUTPUTS + warp * 8 + lane / 4 : tile * TILE + warp * 16 + lane / 4;
-      row[0] = min(first, call.outputs - 1), row[1] = GATE ? call.outputs + row[0] : min(first + 8, call.outputs - 1);
-      const float *table[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) table[i] = call.scales + int64(row[i] / call.shared) * call.table;
-      float scales[2][EACH];  // of the next stage's blocks
-      if (TABLES) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-          for (int e = 0; e < EACH; e++)
-            scales[i][e] = __ldg(table[i] + min(first_chunk * UNIT + e * GROUPS + group, blocks - 1));
-      } else {
-        row_scale[0] = __ldg(table[0]), row_scale[1] = __ldg(table[1]);
+      if (nth_tile) {
+        find_rows(call, tile, row, table);
+        if (TABLES) load_scales(table, first_chunk * UNIT, blocks - 1, scales);
       }
+      if (!TABLES) row_scale[0] = __ldg(table[0]), row_scale[1] = __ldg(table[1]);
       float sum[SUMS];
 #pragma unroll
       for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
@@ -311,11 +345,8 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
 #pragma unroll
           for (int i = 0; i < 2; i++)
 #pragma unroll
-            for (int e = 0; e < EACH; e++) {
-              now[i][e] = scales[i][e];
-              scales[i][e] =
-                  __ldg(table[i] + min((first_chunk + chunk + 1) * UNIT + e * GROUPS + group, blocks - 1));
-            }
+            for (int e = 0; e < EACH; e++) now[i][e] = scales[i][e];
+          load_scales(table, (first_chunk + chunk + 1) * UNIT, blocks - 1, scales);
         }
         wait_for(s.full + 8 * slot, parity);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
