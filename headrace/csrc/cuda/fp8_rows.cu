@@ -68,8 +68,8 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64 a, uint64 b, i
 }
 
 struct Memory {  // shared; addresses, and pointers to floats
-  uint32 ring, x, full, empty;
-  float *x_scales, *parts, *others;  // [blocks, COLUMNS], [2, GROUPS - 1, SUMS, 128], [SPLITS - 1, SUMS, 128]
+  uint32 ring, x, full, empty, there;  // there: a barrier that waits for the bytes of `others`
+  float *x_scales, *parts, *others;    // [blocks, COLUMNS], [2, GROUPS - 1, SUMS, 128], [SPLITS - 1, SUMS / 4, 128, 4]
   float *factors, *squares;          // of rows, for the norm; of all blocks of rows
 };
 
@@ -181,6 +181,19 @@ __device__ __forceinline__ void find_factors(const Call &call, const Memory &s) 
   }
 }
 
+// Four floats to the same place in the first program of the cluster, whose barrier counts their bytes.
+__device__ __forceinline__ void send_to_first(uint32 to, uint32 bar, const float *v) {
+  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, 0; mapa.shared::cluster.u32 bar, %1, 0;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [bar]; }"
+               ::"r"(to), "r"(bar), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+// As `wait_for`, for what other programs of the cluster have sent.
+__device__ __forceinline__ void wait_for_cluster(uint32 bar, uint32 parity) {
+  asm volatile("{ .reg .pred done;\n"
+               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
+}
+
 // Store a tile's sums, of warpgroup 0.
 __device__ __forceinline__ void finish(const Call &call, const Memory &s, const float (&sum)[SUMS], int tile,
                                        const float (&row_scale)[2], const int (&row)[2]) {
@@ -274,8 +287,8 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
   s.ring = shared_address(memory);
   s.x = s.ring + STAGES * STAGE_BYTES;
   memory += STAGES * STAGE_BYTES + call.chunks * UNIT * BLOCK * call.rows;
-  s.full = shared_address(memory), s.empty = s.full + 8 * STAGES;
-  s.x_scales = (float *)(memory + 16 * STAGES);
+  s.full = shared_address(memory), s.empty = s.full + 8 * STAGES, s.there = s.empty + 8 * STAGES;
+  s.x_scales = (float *)(memory + 16 * STAGES + 16);
   s.parts = s.x_scales + call.chunks * UNIT * COLUMNS;
   s.others = s.parts + 2 * (GROUPS - 1) * SUMS * 128;
   s.factors = s.others + (SPLITS - 1) * SUMS * 128;
@@ -286,6 +299,10 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
     for (int slot = 0; slot < STAGES; slot++) {
       init_barrier(s.full + 8 * slot, 1);
       init_barrier(s.empty + 8 * slot, WARPS);
+    }
+    if (SPLITS > 1) {
+      init_barrier(s.there, 1);
+      expect_bytes(s.there, (SPLITS - 1) * SUMS * 128 * 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
     // weights are asked for before the previous kernel has ended
@@ -406,22 +423,26 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
     }
   }
 #if SPLITS > 1
+  // Sums go to the first program without a barrier of the cluster, which would be a fence of the GPU's memory too.
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // all programs have begun
-  if (group == 0 && split > 0) {
+  if (group > 0) return;
+  if (split > 0) {
 #pragma unroll
-    for (int i = 0; i < SUMS; i++) {
-      const uint32 to = shared_address(s.others + ((split - 1) * SUMS + i) * 128 + threadIdx.x);
-      asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, 0;\n"
-                   "st.shared::cluster.f32 [there], %1; }" ::"r"(to), "f"(total_sum[i]) : "memory");
+    for (int i = 0; i < SUMS / 4; i++) {
+      const int place = ((split - 1) * SUMS / 4 + i) * 128 + threadIdx.x;
+      send_to_first(shared_address(s.others + 4 * place), s.there, total_sum + 4 * i);
     }
+    return;
   }
-  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
-  if (group == 0 && split == 0) {
+  wait_for_cluster(s.there, 0);
 #pragma unroll
-    for (int other = 0; other < SPLITS - 1; other++)
+  for (int other = 0; other < SPLITS - 1; other++)
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) total_sum[i] += s.others[(other * SUMS + i) * 128 + threadIdx.x];
-    finish(call, s, total_sum, tile, row_scale, row);
-  }
+    for (int i = 0; i < SUMS / 4; i++) {
+      const float4 part = ((const float4 *)s.others)[(other * SUMS / 4 + i) * 128 + threadIdx.x];
+      total_sum[4 * i] += part.x, total_sum[4 * i + 1] += part.y;
+      total_sum[4 * i + 2] += part.z, total_sum[4 * i + 3] += part.w;
+    }
+  finish(call, s, total_sum, tile, row_scale, row);
 #endif
 }

@@ -82,12 +82,13 @@ def find_kernel(
 
 
 def count_shared_bytes(rows: int, inputs: int, shape: Shape, *, has_norm: bool) -> int:
-    """Of a program: alignment, the ring, x and its scales, barriers, sums of warpgroups and programs, factors and
-    squares for the norm."""
+    """Of a program: alignment, the ring, x and its scales, barriers (one more for the cluster), sums of warpgroups and
+    programs, factors and squares for the norm."""
     columns, blocks = 8 * ceil_div(rows, 8), count_chunks(inputs, shape) * shape.unit
     floats = blocks * columns + (2 * (shape.groups - 1) + shape.splits - 1) * columns * 64 + columns
     floats += rows * (inputs // BLOCK) if has_norm else 0
-    return 1024 + shape.stages * shape.unit * TILE * BLOCK + blocks * rows * BLOCK + 16 * shape.stages + 4 * floats
+    ring, barriers = shape.stages * shape.unit * TILE * BLOCK, 16 * (shape.stages + 1)
+    return 1024 + ring + blocks * rows * BLOCK + barriers + 4 * floats
 
 
 def count_chunks(inputs: int, shape: Shape) -> int:
