@@ -73,7 +73,8 @@ def test_products_of_few_rows(form: str, rows: int, outputs: int, inputs: int):
     added = x + residual
     rounded = round_rows(added.float() * (norm.float() + 1.0))
     root = (added.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
-    most = 8e-3 if inputs > 512 else 1.5e-2  # a number that rounds to the next code counts more among a few
+    # a number that rounds to the next code counts more among a few
+    most = 8e-3 if inputs > 2200 else 1e-2 if inputs > 512 else 1.5e-2
     assert torch.equal(total, added) and relative_error(out, rounded / root @ plain.T) < most
 
 
