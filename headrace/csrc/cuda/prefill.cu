@@ -13,23 +13,14 @@
 
 #include "numbers.cuh"
 #include "hopper.cuh"
+#include "attention_tiles.cuh"
 
-#ifdef FP16
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
-
-constexpr int ROWS = 64 * GROUPS, KEYS = 128, HALVES = E / 64, STAGES = E == 64 ? 4 : 2;
+constexpr int ROWS = 64 * GROUPS, STAGES = E == 64 ? 4 : 2;
 constexpr int AHEAD = 6;   // tiles are claimed while fewer blocks of keys have been claimed and not been asked for
 constexpr int SLOTS = 16;  // of tiles: more than AHEAD + STAGES + 3, see claim_tiles
 constexpr int THREADS = 128 * (GROUPS + 1), MATH_WARPS = 4 * GROUPS;
-// Rows of 64 dims, 128 bytes, swizzled: 16 bytes c of row r lie at place c ^ r % 8. Further dims are in a half of
-// their own, behind all rows of the first one.
-constexpr uint32 Q_HALF = ROWS * 128, KEYS_HALF = KEYS * 128;
-constexpr uint32 Q_BYTES = HALVES * Q_HALF, BLOCK_BYTES = HALVES * KEYS_HALF;
+constexpr uint32 Q_HALF = ROWS * 128, Q_BYTES = HALVES * Q_HALF;
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float SLACK = 8.0f;  // the highest logit may be 2^SLACK times what weights are relative to: less rescaling
 
 #ifdef SPLITS
 constexpr bool HAS_SPLITS = true;
@@ -98,17 +89,8 @@ struct Places {  // addresses in shared memory; queries are of two tiles
         v_empty(v_full + 8 * STAGES), tile_full(v_empty + 8 * STAGES) {}
 };
 
-struct Ring {
-  int stage = 0;
-  uint32 parity = 0;
-  __device__ void advance() {
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
-  }
-};
+using Ring = RingOf<STAGES>;
 
-__device__ void store_shared(uint32 to, int a, int b, int c, int d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
 __device__ void store_shared(uint32 to, int v) {
   asm volatile("st.volatile.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
@@ -117,13 +99,6 @@ __device__ int load_shared_int(uint32 from) {
   asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
-__device__ int4 load_shared(uint32 from) {
-  int4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-
 // The nth tile of this program.
 __device__ Tile read_tile(const Call &call, const Places &in, int nth) {
   const int slot = nth % SLOTS;
@@ -238,65 +213,6 @@ __device__ void fetch_blocks(const Call &call, const Places &in, const TensorMap
   }
 }
 
-// products; a thread holds rows r and r + 8, r = lane / 4, of columns 8 j + 2 (lane % 4) and the next: d[4 j] and
-// d[4 j + 1] of row r, d[4 j + 2] and d[4 j + 3] of row r + 8
-
-// d [64, 128] = or += a [64, 16] b [128, 16]^T
-__device__ void multiply_keys(float (&d)[64], uint64 a, uint64 b, int adds) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" S64 "}, %64, %65, p, 1, 1, 0, 0; }"
-      : F64(d, 0) : "l"(a), "l"(b), "r"(adds));
-}
-
-// d [64, E] = or += a [64, 16] (in registers) b [16, E], of which b's columns lie together ("transposed")
-__device__ void multiply_values(float (&d)[E / 2], const uint32 *a, uint64 b, int adds) {
-#if E == 128
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" S64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, "
-      "1; }"
-      : F64(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
-#else
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" S32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
-      : F32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
-#endif
-}
-
-// values [keys, dims] with dims as columns: the next 64 columns are a half further, the next 8 keys 1024 bytes
-__device__ uint64 describe_columns(uint32 address) {
-  return uint64((address & 0x3FFFF) >> 4) | (uint64(KEYS_HALF >> 4) << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
-}
-
-__device__ void start_logits(float (&s)[64], uint32 queries, uint32 keys) {
-  const uint64 a = describe_operand(queries), b = describe_operand(keys);
-  begin_products();
-#pragma unroll
-  for (int step = 0; step < E / 16; step++)
-    multiply_keys(s, a + (step / 4 * Q_HALF + step % 4 * 32) / 16, b + (step / 4 * KEYS_HALF + step % 4 * 32) / 16,
-                  step > 0);
-  commit_products();
-}
-
-__device__ void start_sums(float (&o)[E / 2], const uint32 (&p)[32], uint32 values, int adds) {
-  const uint64 b = describe_columns(values);
-  begin_products();
-#pragma unroll
-  for (int step = 0; step < KEYS / 16; step++)
-    multiply_values(o, p + 4 * step, b + step * (16 * 128 / 16), step > 0 ? 1 : adds);
-  commit_products();
-}
-
-// numbers
-
-__device__ uint32 pack(float low, float high) {
-  uint32 both;
-  asm("cvt.rn." TYPE "x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));
-  return both;
-}
-
 // Logits of keys that a row does not see become -inf. `seen`: of the thread's rows, how many keys are before the first
 // one that is not seen any more, counted from the thread's first column; `unseen`: how many before the first that is.
 __device__ void mask_logits(float (&s)[64], const int (&seen)[2], const int (&unseen)[2]) {
@@ -305,55 +221,6 @@ __device__ void mask_logits(float (&s)[64], const int (&seen)[2], const int (&un
     const int column = i / 4 * 8 + i % 2, low = i / 2 % 2;
     if (column >= seen[low] || column < unseen[low]) s[i] = __int_as_float(0xFF800000);
   }
-}
-
-// Softmax in base 2 of 64 rows: weights of a row are relative to `top`, which is at most SLACK below its highest logit.
-struct Softmax {
-  float top[2], total[2], shrink[2];  // top: before the scale; total: of the thread's own columns
-
-  __device__ void reset() {
-    top[0] = top[1] = __int_as_float(0xFF800000);
-    total[0] = total[1] = 0.0f;
-  }
-
-  // Logits to weights. True if sums so far must be multiplied with `shrink`.
-  __device__ bool weigh(float (&s)[64], float scale, float slack) {
-    bool grows = false;
-#pragma unroll
-    for (int low = 0; low < 2; low++) {
-      float most[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) most[i] = fmaxf(s[4 * i + 2 * low], s[4 * i + 2 * low + 1]);
-#pragma unroll
-      for (int i = 4; i < 16; i++)
-        most[i % 4] = fmaxf(most[i % 4], fmaxf(s[4 * i + 2 * low], s[4 * i + 2 * low + 1]));
-      float high = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-      high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-      high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-      const float now = high > top[low] + slack ? high : top[low];
-      // a row that has seen nothing so far: all weights are 0
-      const float base = now == __int_as_float(0xFF800000) ? 0.0f : now * scale;
-      grows |= now != top[low];
-      // Exactly 1 where `top` stays, although `base` is rounded: sums are multiplied, or not, for all rows of a warp, and
-      // a row's result must not depend on the others, of which those behind the tokens hold anything.
-      shrink[low] = now == top[low] ? 1.0f : exp2_fast(fmaf(top[low], scale, -base));
-      top[low] = now;
-      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-      for (int i = 0; i < 32; i++) {
-        float &x = s[i / 2 * 4 + 2 * low + i % 2];
-        x = exp2_fast(fmaf(x, scale, -base));
-        sum[i % 4] += x;
-      }
-      total[low] = fmaf(total[low], shrink[low], (sum[0] + sum[1]) + (sum[2] + sum[3]));
-    }
-    return grows;
-  }
-};
-
-__device__ void pack_weights(uint32 (&p)[32], const float (&s)[64]) {
-#pragma unroll
-  for (int i = 0; i < 32; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
 // Weights of 0 would not make numbers of what nobody wrote: zeros there. All warpgroups write them, each before it
@@ -366,21 +233,8 @@ __device__ void clear_values(const Tile &tile, int at, uint32 values, int group)
 #pragma unroll
       for (int half = 0; half < HALVES; half++) store_shared(values + half * KEYS_HALF + i * 16, 0, 0, 0, 0);
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-}
-
-// Words of four lanes, lane c's word j to word c of lane j.
-__device__ void transpose(uint32 (&w)[4], int c) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int a = bit == 1 ? 2 * i : i, b = a + bit;
-      const bool upper = c & bit;
-      const uint32 got = __shfl_xor_sync(~0u, upper ? w[a] : w[b], bit);
-      if (upper) w[a] = got; else w[b] = got;
-    }
+  fence_async();
+  sync_group(group);
 }
 
 __device__ float load_sink(const Call &call, int head) {
@@ -496,7 +350,7 @@ __device__ void attend_tiles(const Call &call, const Places &in, int group) {
   softmax.reset();
   await_queries();
   await_keys();
-  start_logits(s, find_queries(), in.keys + k_ring.stage * BLOCK_BYTES);
+  start_logits<Q_HALF>(s, find_queries(), in.keys + k_ring.stage * BLOCK_BYTES);
   wait_products<0>();
   fence_sums(s);
   release_keys();
@@ -518,7 +372,7 @@ __device__ void attend_tiles(const Call &call, const Places &in, int group) {
       at -= KEYS;
     }
     await_keys();
-    start_logits(s, find_queries(), in.keys + k_ring.stage * BLOCK_BYTES);
+    start_logits<Q_HALF>(s, find_queries(), in.keys + k_ring.stage * BLOCK_BYTES);
     start_sums(o, p, in.values + v_ring.stage * BLOCK_BYTES, adds);
     wait_products<1>();
     fence_sums(s);
