@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.cpu_servers import headrace, run_server
-from benchmarks.vision import TEXT, VISION
+from benchmarks.vision import MODELS
 
 MARKS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -52,7 +52,7 @@ JPEGS = 4
 
 def write_model(folder: Path, shape: str) -> None:
     """Configuration, tokenizer of bytes, chat template and image processor."""
-    text, vision = SHAPES[shape]
+    (text, vision), whole = SHAPES[shape], MODELS["qwen2.5-vl-7b"]
     alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,7 +61,7 @@ def write_model(folder: Path, shape: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {mark: FIRST_MARK + i for i, mark in enumerate(MARKS)}
     (folder / "config.json").write_text(json.dumps({
-        **TEXT, **text, "vocab_size": 264, "vision_config": {**VISION, **vision},
+        **whole.config, **text, "vocab_size": 264, "vision_config": {**whole.vision, **vision},
         "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
         "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
     }))

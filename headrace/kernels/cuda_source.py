@@ -388,17 +388,19 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
 
 
 def describe_boxes(tensor: torch.Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
-    """A TMA tensor map of a strided tensor of two to five dimensions of 16-bit numbers or bytes. The last dimension of
-    a ``box`` is 64 or 128 bytes, swizzled by as many, or 32; strides of the others are multiples of 16 bytes. Elements
-    outside the tensor read as zero and are not written. It holds the tensor's address: keep the tensor until the kernel
-    has been launched."""
-    return _encode_map(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), box)
+    """`encode_map` of a tensor. It holds the tensor's address: keep the tensor until the kernel has been launched."""
+    return encode_map(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), box)
 
 
 @lru_cache(maxsize=8192)
-def _encode_map(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+def encode_map(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+    swizzle: int = 0,
 ) -> ctypes.Array[ctypes.c_char]:
+    """A TMA tensor map of a strided tensor of two to five dimensions of 16-bit numbers or bytes. The last dimension of
+    a ``box`` is 64 or 128 bytes, swizzled by as many, or 32. A narrower one is swizzled by ``swizzle`` bytes if told
+    so, and its rows in shared memory are as far apart. Strides of the other dimensions are multiples of 16 bytes.
+    Elements outside the tensor read as zero and are not written."""
     # Kept, as steps launched one by one come with the same addresses again: a map takes 25 us. It says nothing of what
     # the memory has. 64 bytes more than a map, to align it; dimensions and strides are given innermost first.
     room, size, rank = ctypes.create_string_buffer(MAP_BYTES + 64), dtype.itemsize, len(box)
@@ -406,7 +408,7 @@ def _encode_map(
     call_driver(
         "cuTensorMapEncodeTiled", aligned, TENSOR_TYPES[dtype], rank, c_void_p(address),
         (c_uint64 * rank)(*reversed(shape)), (c_uint64 * (rank - 1))(*(s * size for s in reversed(strides[:-1]))),
-        (c_uint32 * rank)(*reversed(box)), (c_uint32 * rank)(*(1 for _ in box)), 0, SWIZZLES[box[-1] * size],
-        PROMOTE_128, 0,
+        (c_uint32 * rank)(*reversed(box)), (c_uint32 * rank)(*(1 for _ in box)), 0,
+        SWIZZLES[swizzle or box[-1] * size], PROMOTE_128, 0,
     )
     return aligned

@@ -127,8 +127,8 @@ def rotate_by_places(places: torch.Tensor, head_dim: int, theta: float) -> torch
 
 def make_spans(lengths: list[int], device: torch.device) -> Spans:
     """Spans of these lengths."""
-    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return Spans(lengths, to_device(starts, device))
+    numbers = to_device(np.concatenate(([0], np.cumsum(lengths), [0, 0])).astype(np.int32), device)
+    return Spans(lengths, numbers[:-2], numbers[-2:])
 
 
 class PatchMerger(nn.Module):

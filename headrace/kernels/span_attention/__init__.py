@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.operation import Operation, requires
+from headrace.kernels.operation import KernelQuery, Operation, requires
 
 
 @dataclass(frozen=True)
 class Spans:
     """``lengths`` of consecutive spans, on the host; ``starts`` [spans + 1] int32 on the device is their prefix sum,
-    beginning with 0."""
+    beginning with 0. ``claims`` [2] int32 on the device are zeros that a kernel may count with and leaves as zeros, so
+    that calls with the same spans are in turn; None: each call makes its own."""
 
     lengths: list[int]
     starts: torch.Tensor
+    claims: torch.Tensor | None = None
 
 
 SPAN_ATTENTION = Operation("span attention kernel")
@@ -31,4 +33,19 @@ SPAN_ATTENTION.add(
     "triton", "headrace.kernels.span_attention.triton:span_attention",
     supports=requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 0)), priority=10,
     doc="short spans in one kernel with the rotation; torch's flash attention for longer ones",
+)
+
+
+def _own_on_hopper(query: KernelQuery) -> str | None:
+    if query.capability[0] != 9:
+        return "needs Hopper's tensor cores, compute capability 9.0"
+    head_dim = query.shape.get("head_dim", 0)
+    if not 0 < head_dim <= 128 or head_dim % 8:
+        return f"takes heads of up to 128 dims in steps of 8, not {head_dim}"
+    return requires(device="cuda", dtypes=("float16", "bfloat16"))(query)
+
+
+SPAN_ATTENTION.add(
+    "hopper", "headrace.kernels.span_attention.hopper:span_attention", supports=_own_on_hopper, priority=20,
+    doc="own CUDA C++ for long spans, the Triton kernel for short ones",
 )

@@ -6,7 +6,7 @@ N patches, D hidden size of the encoder, M patches of a crop's side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,7 +77,7 @@ class EdgedSpans(Spans):
     """Spans behind which, in the order of the spans, stand ``edges`` of each: patches of padding that attend to their
     span, and that nothing attends to."""
 
-    edges: list[int]
+    edges: list[int] = field(default_factory=list)
 
 
 class CropsEncoder(nn.Module):
@@ -114,7 +114,7 @@ class CropsEncoder(nn.Module):
         x = self.patches(flat.index_select(0, to_device(numbers, self._device)))
         residual = Residual(x + self.positions.index_select(0, to_device(places, self._device)))
         plain = make_spans([len(each) for each in used], self._device)
-        spans = EdgedSpans(plain.lengths, plain.starts, [len(each) for each in edges])
+        spans = EdgedSpans(plain.lengths, plain.starts, plain.claims, [len(each) for each in edges])
         del flat, x
         for block in list(self.blocks)[: self.spec.last_layer]:
             block(residual, spans)
@@ -130,7 +130,7 @@ class CropsEncoder(nn.Module):
         """See `SPAN_ATTENTION`."""
         assert isinstance(spans, EdgedSpans) and cos_sin is None
         at = begin = sum(spans.lengths)
-        found, start = [self._attend(q[:at], k[:at], v[:at], Spans(spans.lengths, spans.starts), scale)], 0
+        found, start = [self._attend(q[:at], k[:at], v[:at], spans, scale)], 0
         for length, count in zip(spans.lengths, spans.edges, strict=True):
             if count:
                 own_q, own_k, own_v = (
