@@ -244,15 +244,20 @@ __device__ void attend_tiles(const Call &call, const Places &in, int group) {
     const Tile tile = read_tile(in, nth);
     if (tile.begin < 0) break;
     length = tile.length;
-    if (!tile.has_rows(group)) {
-      await_queries();
+    if (!tile.has_rows(group)) {  // by one lane, or others might miss a phase
+      if (lane == 0) {
+        await_queries();
+        uint32 own = block;
 #pragma unroll 1
-      for (at = 0; at < length; at += KEYS, block++) {
-        await(in.k_full, block);
-        release_keys(block);
-        await(in.v_full, block);
-        release(in.v_empty, block);
+        for (at = 0; at < length; at += KEYS, own++) {
+          await(in.k_full, own);
+          release_keys(own);
+          await(in.v_full, own);
+          release(in.v_empty, own);
+        }
       }
+      block += (length + KEYS - 1) / KEYS;
+      __syncwarp();
       continue;
     }
     at = 0;
