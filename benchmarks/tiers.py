@@ -151,19 +151,26 @@ def run_offload(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
 
 async def converse(
     llm: AsyncLLM, rng: Random, vocab: int, arguments: argparse.Namespace, seats: asyncio.Semaphore,
-    firsts: list[float]
+    firsts: list[list[float]]
 ) -> None:
-    """One user: each turn sends all that was said before."""
+    """One user: each turn sends all that was said before. ``firsts``: times to the first token of each turn."""
     known = draw_prompt(rng, vocab, arguments.prompt_len)
-    for _ in range(arguments.turns):
+    for turn in range(arguments.turns):
         async with seats:
             began, count = time.perf_counter(), 0
             async for output in llm.generate({"prompt_token_ids": known}, params(arguments.output_len)):
                 ids = output.outputs[0].token_ids
                 if not count and ids:
-                    firsts.append(time.perf_counter() - began)
+                    firsts[turn].append(time.perf_counter() - began)
                 count = len(ids)
         known = known + list(ids) + draw_prompt(rng, vocab, arguments.turn_len)
+
+
+def describe_times(seconds: list[float]) -> str:
+    """Their p50 and p99."""
+    ordered = sorted(seconds)
+    p50, p99 = (ordered[int(share * len(ordered))] * 1e3 for share in (0.5, 0.99))
+    return f"p50 {p50:.0f} ms, p99 {p99:.0f} ms"
 
 
 async def run_turns(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -175,7 +182,7 @@ async def run_turns(arguments: argparse.Namespace, options: dict[str, Any]) -> N
     options["kv_pages"] = max(int(total / arguments.pressure / page), -(-2 * longest // page)) + 2
     async with AsyncLLM(folder_of(arguments.model), skip_tokenizer=True, **options) as llm:
         assert llm.facts is not None
-        vocab, firsts = llm.facts.vocab_size, []
+        vocab, firsts = llm.facts.vocab_size, [list[float]() for _ in range(arguments.turns)]
         seats = asyncio.Semaphore(arguments.concurrency)
         await asyncio.sleep(arguments.settle)
         began = time.perf_counter()
@@ -183,13 +190,13 @@ async def run_turns(arguments: argparse.Namespace, options: dict[str, Any]) -> N
             converse(llm, Random(user), vocab, arguments, seats, firsts) for user in range(arguments.users)
         ))
         seconds, stats = time.perf_counter() - began, await llm.stats()
-    firsts.sort()
     requests = arguments.users * arguments.turns
     print(
         f"{arguments.users} users, {arguments.turns} turns, prefixes {total / ((options['kv_pages'] - 1) * page):.1f} "
         f"times the cache, host_cache_gb {options.get('host_cache_gb', 0)}: {requests / seconds:.2f} requests/s, "
-        f"{stats.prompt_tokens_total / seconds:.0f} prompt tokens/s, first token p50 "
-        f"{firsts[len(firsts) // 2] * 1e3:.0f} ms, p99 {firsts[int(0.99 * len(firsts))] * 1e3:.0f} ms; cached "
+        f"{stats.prompt_tokens_total / seconds:.0f} prompt tokens/s, first token "
+        f"{describe_times([t for turn in firsts for t in turn])}, of later turns "
+        f"{describe_times([t for turn in firsts[1:] for t in turn])}; cached "
         f"{stats.cached_tokens_total / stats.prompt_tokens_total:.0%}; {stats.tiers.host}", flush=True
     )
 
