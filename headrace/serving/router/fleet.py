@@ -94,12 +94,15 @@ class Fleet:
 
     def choose(self, request: RoutedRequest, model: str, tried: Collection[Worker]) -> tuple[Worker, Choice]:
         """A worker that has not been tried, of those that list the model, if any does. Raises `EngineUnavailable`."""
-        workers = [worker for worker in self if worker.takes_requests and worker not in tried]
+        workers = [worker for worker in self._workers.values() if worker.takes_requests and worker not in tried]
         workers = [worker for worker in workers if not worker.models or worker.lists(model)] or workers
         if not workers:
             raise EngineUnavailable(self._describe_lack(tried), retry_after=RETRY_AFTER_S)
         choice = self._policy.choose(request, [worker.state for worker in workers])
-        return next(worker for worker in workers if worker.index == choice.replica), choice
+        for worker in workers:
+            if worker.index == choice.replica:
+                return worker, choice
+        raise AssertionError(f"the policy has chosen {choice.replica}, which was not offered")
 
     def models(self) -> Iterable[dict[str, object]]:
         """The models that ready workers list, each id once."""
@@ -142,7 +145,9 @@ class Fleet:
             if worker.health == "ready":
                 worker.was_lost.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(worker.was_lost.wait(), pause_s)
+                    # not `wait_for`, which until Python 3.12 forgets that it was cancelled if both happen in one turn
+                    async with asyncio.timeout(pause_s):
+                        await worker.was_lost.wait()
             else:
                 await asyncio.sleep(min(RECOVERY_S, pause_s))
 

@@ -218,6 +218,21 @@ async def test_a_fleet_closes_while_workers_are_drained():
     assert not len(fleet) and not any(worker.relays for worker in added)
 
 
+async def test_a_fleet_closes_in_the_moment_in_which_a_worker_is_lost():
+    worker, fleet = Worker(), Fleet(WorkerOptions(), "round-robin")
+    await worker.start()
+    added = fleet.add(worker.url)
+    async with asyncio.timeout(10):
+        while not added.takes_requests:
+            await asyncio.sleep(0.01)
+        for _ in range(3):  # its task has waited by now
+            await asyncio.sleep(0)
+        added.was_lost.set()
+        await asyncio.sleep(0)
+        await fleet.close()
+    await worker.stop()
+
+
 async def test_requests_that_fail_together_are_one_reason_for_a_break(monkeypatch: pytest.MonkeyPatch):
     now, fleet = 100.0, Fleet(WorkerOptions(breaker_failures=5), "round-robin")
     monkeypatch.setattr(workers.time, "monotonic", lambda: now)
