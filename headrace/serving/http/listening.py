@@ -76,15 +76,17 @@ class Drained(Protocol):
 
 class ListeningServer:
     """uvicorn over an application. `stop`, which signals call, lets running requests end, for ``drain_s`` seconds at
-    most; called again it ends the server at once."""
+    most; called again it ends the server at once. ``protocol`` is that of its connections, in uvicorn's terms."""
 
-    def __init__(self, app: Any, behind: Drained, drain_s: float):
+    def __init__(
+        self, app: Any, behind: Drained, drain_s: float, *, protocol: type[asyncio.Protocol] = BoundedHttp
+    ):
         self._behind, self._drain_s = behind, drain_s
         self._uvicorn = _Uvicorn(uvicorn.Config(
             # No lifespan events: what is behind is started and closed by its owner. Own log configuration and access
             # log (`RequestLedger`), own choice of proxies to believe.
-            app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-            server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
+            app, http=protocol, interface="asgi3", ws="none", lifespan="off", log_config=None, log_level="warning",
+            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=LAST_WORDS_S,
         ))
         self._drain: asyncio.Task[None] | None = None

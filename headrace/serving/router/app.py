@@ -1,33 +1,21 @@
-"""`Router`: the ASGI application that passes requests on to workers, with routes of its own for health, models, metrics
-and the list of workers. `create_app` puts the gates in front of it."""
+"""`Router`: passes requests on to workers, with routes of its own for health, models, metrics and the list of workers.
+Refuses: gates (`front.py`) and bytes (`client_connection.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
-from typing import Any, cast
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
 from urllib.parse import parse_qs
 
 import msgspec
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError, NotFound, RequestError
+from headrace.base.errors import ConfigError, EngineUnavailable, NotFound, RequestError
 from headrace.serving.http.app import ENDPOINTS
-from headrace.serving.http.transport.access import (
-    OPEN_PATHS,
-    Gates,
-    RequestLedger,
-    client_of,
-    cors_options,
-    open_gates,
-    read_proxies,
-)
-from headrace.serving.http.transport.endpoint import read_body
-from headrace.serving.http.transport.errors import EncodedResponse, JsonResponse, path_of, respond_error, route_of
+from headrace.serving.http.transport.access import client_of
+from headrace.serving.http.transport.errors import BodyTooLarge, EncodedResponse, JsonResponse, route_of
+from headrace.serving.router.client_request import ClientRequest
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.forwarding import Forwarder
 from headrace.serving.router.limits import RateLimit
@@ -40,7 +28,6 @@ RETRY_AFTER_S = 5.0
 RELAYED = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.is_admin)
 BROADCAST = frozenset({"/abort_request"})
 """Sent to all workers: nobody knows which one has the request."""
-NO_LIMIT = nullcontext()
 ADMIN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_admin)
 
 
@@ -70,9 +57,9 @@ class WorkerName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Router:
-    """The application without gates. ``fleet`` answers requests; workers of ``prefill`` compute prompts for it.
-    ``awaits_prefill``: it is not ready before one of these has been. ``is_draining`` refuses new requests;
-    ``num_running`` counts those that are being relayed."""
+    """Answers requests that have passed the gates. ``fleet`` answers those of inference; workers of ``prefill`` compute
+    prompts for it. ``awaits_prefill``: it is not ready before one of these has been. ``is_draining`` refuses new
+    requests; ``num_running`` counts those that are being relayed."""
 
     def __init__(
         self, fleet: Fleet, options: RouterOptions, prefill: Fleet | None = None, *, awaits_prefill: bool = False
@@ -83,11 +70,13 @@ class Router:
         self.num_running = 0
         self._options = options
         self._limit = RateLimit(options.rate_limit, options.rate_burst, options.max_concurrent_per_client)
+        self._is_limited = self._limit.is_on
         self._has_keys = options.api_key is not None
         self._forwarder = Forwarder(
             fleet, self.metrics, None if prefill is None else Pairing(prefill, self.metrics)
         )
-        self._routes: dict[str, Callable[[Scope, Receive], Awaitable[Response]]] = {
+        self._broadcasts: set[asyncio.Task[None]] = set()
+        self._routes: dict[str, Callable[[ClientRequest], Response | None]] = {
             "/health": self._health, "/ping": self._health, "/ready": self._ready, "/metrics": self._metrics,
             "/v1/models": self._models, "/workers": self._workers,
         }
@@ -101,47 +90,64 @@ class Router:
         for worker in self.all_workers():
             worker.give_up()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+    def begin(self, request: ClientRequest) -> None:
+        """The head of a request has come: answer it, or set its ``body_limit``. Raises `HeadraceError`."""
+        path = request.path
+        own = self._routes.get(path)
+        if own is not None:
+            response = own(request)
+            if response is not None:
+                request.respond(response)
             return
-        path = path_of(scope)
-        try:
-            own = self._routes.get(path)
-            if own is not None:
-                await (await own(scope, receive))(scope, receive, send)
-            else:
-                await self._relay(path, scope, receive, send)
-        except HeadraceError as error:
-            await respond_error(error, scope)(scope, receive, send)
-
-    async def _relay(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if route_of(path, RELAYED) == "unmatched":
             raise NotFound(f"{path} is an admin route: send it to a worker" if path in ADMIN_PATHS else
                            f"there is no {path}; the router passes on the routes of inference servers")
         if self.is_draining:
             raise EngineUnavailable("the router is shutting down", retry_after=RETRY_AFTER_S)
-        client = client_of(scope, has_keys=self._has_keys) if self._limit.is_on else ()
+        undo: Callable[[], None] = self._note_left
+        if self._is_limited:
+            stack = ExitStack()
+            stack.enter_context(self._limit.admit(client_of(request.scope, has_keys=self._has_keys)))
+            stack.callback(undo)
+            undo = stack.close
         self.num_running += 1
-        try:
-            with self._limit.admit(client) if self._limit.is_on else NO_LIMIT:
-                body = await self._read_body(scope, receive)
-                if path in BROADCAST:
-                    answer = await self._forwarder.broadcast(scope, body)
-                    await EncodedResponse(answer or b"{}")(scope, receive, send)
-                else:
-                    await self._forwarder.forward(path, body, scope, send)
-        except ClientDisconnect:  # while it sent its request
-            return
-        finally:
-            self.num_running -= 1
+        request.undo = undo
+        self._expect_body(request)
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        return b"".join(await read_body(scope, receive, self._options.max_body_bytes))
+    def take(self, request: ClientRequest) -> None:
+        """The body of a request has come. Raises `HeadraceError`."""
+        path, body = request.path, request.take_body()
+        if path == "/workers":
+            request.respond(self._change_workers(request.scope["method"], _read_url(body)))
+        elif path in BROADCAST:
+            task = asyncio.get_running_loop().create_task(self._broadcast(request, body))
+            self._broadcasts.add(task)
+            task.add_done_callback(self._broadcasts.discard)
+        else:
+            self._forwarder.forward(request, body)
 
-    async def _health(self, scope: Scope, receive: Receive) -> Response:
+    def end(self, request: ClientRequest) -> None:
+        """A request has its response, or its client has left."""
+        if request.undo is not None:
+            request.undo()
+
+    def _note_left(self) -> None:
+        self.num_running -= 1
+
+    def _expect_body(self, request: ClientRequest) -> None:
+        limit = request.body_limit = self._options.max_body_bytes
+        for name, value in request.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > limit:
+                raise BodyTooLarge(f"the body has {int(value)} bytes; at most {limit} are accepted")
+
+    async def _broadcast(self, request: ClientRequest, body: bytes) -> None:
+        answer = await self._forwarder.broadcast(request.scope, body)
+        request.respond(EncodedResponse(answer or b"{}"))
+
+    def _health(self, request: ClientRequest) -> Response:
         return JsonResponse({"status": "ok"})
 
-    async def _ready(self, scope: Scope, receive: Receive) -> Response:
+    def _ready(self, request: ClientRequest) -> Response:
         if self._prefill is not None and self._prefill.is_ready:
             self._awaits_prefill = False  # later, decode workers do without
         is_ready = self.fleet.is_ready and not self._awaits_prefill and not self.is_draining
@@ -149,23 +155,34 @@ class Router:
         content = {"status": "ready" if is_ready else "draining" if self.is_draining else "waiting", "workers": states}
         return JsonResponse(content, 200 if is_ready else 503, None if is_ready else {"Retry-After": "5"})
 
-    async def _metrics(self, scope: Scope, receive: Receive) -> Response:
+    def _metrics(self, request: ClientRequest) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _models(self, scope: Scope, receive: Receive) -> Response:
+    def _models(self, request: ClientRequest) -> Response:
         return JsonResponse({"object": "list", "data": list(self.fleet.models())})
 
-    async def _workers(self, scope: Scope, receive: Receive) -> Response:
+    def _workers(self, request: ClientRequest) -> Response | None:
         """GET lists, POST adds, DELETE drains; the last two with ``{"url": ...}``, or ``?url=``."""
-        if scope["method"] in ("POST", "DELETE"):
-            url = await self._read_url(scope, receive)
-            if scope["method"] == "POST":
-                try:
-                    self.fleet.add(url)
-                except ConfigError as error:
-                    raise RequestError(error.message, param="url") from error
-            elif not (self.fleet.drain(url) or (self._prefill is not None and self._prefill.drain(url))):
-                raise NotFound(f"{url} is no worker of this router", param="url")
+        scope = request.scope
+        if scope["method"] not in ("POST", "DELETE"):
+            return self._list_workers()
+        named = parse_qs(scope["query_string"].decode("latin-1")).get("url")
+        if named:
+            return self._change_workers(scope["method"], named[0])
+        self._expect_body(request)
+        return None
+
+    def _change_workers(self, method: str, url: str) -> Response:
+        if method == "POST":
+            try:
+                self.fleet.add(url)
+            except ConfigError as error:
+                raise RequestError(error.message, param="url") from error
+        elif not (self.fleet.drain(url) or (self._prefill is not None and self._prefill.drain(url))):
+            raise NotFound(f"{url} is no worker of this router", param="url")
+        return self._list_workers()
+
+    def _list_workers(self) -> Response:
         infos = [
             WorkerInfo(w.url, describe_state(w), w.reason, list(w.models), len(w.relays), w.load, self._role_of(w))
             for w in self.all_workers()
@@ -181,27 +198,9 @@ class Router:
             return "worker"
         return "prefill" if worker.is_prefill else "decode"
 
-    async def _read_url(self, scope: Scope, receive: Receive) -> str:
-        query: bytes = scope.get("query_string", b"")
-        in_query = parse_qs(query.decode("latin-1")).get("url")
-        if in_query:
-            return in_query[0]
-        try:
-            named_worker: WorkerName = msgspec.json.decode(await self._read_body(scope, receive), type=WorkerName)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestError(f'the body must be {{"url": "http://host:port"}}: {error}', param="url") from error
-        return named_worker.url
 
-
-def create_app(router: Router, options: RouterOptions) -> ASGIApp:
-    """The router behind its gates; see `headrace.serving.http.app` for their order."""
-    app: ASGIApp = Gates(router, open_gates(options, frozenset({"/workers"}), OPEN_PATHS))
-    cors = cors_options(options)
-    if cors is not None:
-        app = CORSMiddleware(app, **cors)
-    routes = RELAYED | {"/workers"}
-    app = cast("ASGIApp", RequestLedger(app, router.metrics.http, routes, has_log=options.log_requests))
-    proxies = read_proxies(options.trusted_proxies)
-    if proxies:
-        app = cast("ASGIApp", ProxyHeadersMiddleware(cast("Any", app), trusted_hosts=proxies))
-    return app
+def _read_url(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=WorkerName).url
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f'the body must be {{"url": "http://host:port"}}: {error}', param="url") from error

@@ -8,17 +8,18 @@ import re
 import time
 from collections import OrderedDict
 from http import HTTPStatus
+from typing import NamedTuple
 
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from headrace.base.errors import EngineUnavailable
 from headrace.service.balancing import RoutedRequest
-from headrace.serving.http.transport.connection import body_writer
 from headrace.serving.http.transport.errors import end_of_stream
 from headrace.serving.http_client import HttpResponse, RawHeaders
+from headrace.serving.router.client_request import ClientRequest
 from headrace.serving.router.fleet import RETRY_AFTER_S, Fleet
 from headrace.serving.router.metrics import RouterMetrics
-from headrace.serving.router.pairing import Pairing
+from headrace.serving.router.pairing import Pair, Pairing
 from headrace.serving.router.prompt_view import PromptView, pack_hint, text_of, view_prompt
 from headrace.serving.router.relay import HOP_BY_HOP, Relay, end_to_end
 from headrace.serving.router.sending import Sender, WorkerRequest
@@ -45,55 +46,26 @@ class Forwarder:
     prompts are computed by prefill workers."""
 
     def __init__(self, fleet: Fleet, metrics: RouterMetrics, pairing: Pairing | None = None):
-        self._fleet, self._metrics, self._pairing = fleet, metrics, pairing
-        self._sender = Sender(fleet, metrics)
-        self._max_tries, self._key = fleet.options.max_tries, fleet.options.worker_api_key
+        self._fleet, self.metrics, self._pairing = fleet, metrics, pairing
+        self.sender = Sender(fleet, metrics)
+        self.max_tries, self._key = fleet.options.max_tries, fleet.options.worker_api_key
         self._dropped = OWN_HEADERS if self._key is None else OWN_HEADERS | KEY_HEADERS
         self._stored: OrderedDict[str, str] = OrderedDict()  # id of a response: URL of its worker
 
-    async def forward(self, path: str, body: bytes, scope: Scope, send: Send) -> None:
-        """Answer a request. Raises `HeadraceError` while nothing was sent."""
-        begin, view, writer = time.perf_counter(), view_prompt(body), body_writer(scope)
-        assert writer is not None, "the router runs on a server with `BoundedHttp`"
+    def forward(self, client: ClientRequest, body: bytes) -> None:
+        """Answer a request, now or later."""
+        begin, view, scope = time.perf_counter(), view_prompt(body), client.scope
         hint = pack_hint(view.hint)
         request = WorkerRequest(
             scope["method"], _target_of(scope), self._headers_for_worker(scope), body, len(hint) + OUTPUT_TOKENS
         )
         if self._pairing is not None:
-            request = self._pairing.strip(path, request)
-        routed = RoutedRequest(hint, _namespace(view), _affinity(view, scope))
-        self._metrics.prompt_tokens.inc(len(hint))
-        tried: list[Worker] = []
-        relay: Relay | None = None
-        try:
-            for num_left in reversed(range(self._max_tries)):
-                try:
-                    worker = self._choose(path, view, routed, tried)
-                except EngineUnavailable:
-                    if relay is None or not relay.is_complete:
-                        raise
-                    break  # what the last one said tells the client more
-                tried.append(worker)
-                relay = Relay(scope, send, writer, may_retry=num_left > 0)
-                writer.watch(relay.abort)
-                await self._exchange(path, request, routed, view, worker, relay)
-                if relay.has_begun or writer.is_lost or (relay.is_complete and not relay.is_held):
-                    break
-                if num_left:
-                    self._metrics.retries.inc()
-        finally:
-            writer.watch(None)
-        assert relay is not None
-        if writer.is_lost:
-            return
-        if not relay.is_complete:
-            if not relay.has_begun:
-                raise EngineUnavailable(LOST, retry_after=RETRY_AFTER_S)
-            await _end_lost(relay, scope)
-            return
-        self._metrics.first_byte.observe(relay.begun_at - begin)
-        self._note_stored(path, relay, tried[-1])
-        await relay.finish()
+            request = self._pairing.strip(client.path, request)
+        model = text_of(view.model)
+        # Prompts of different models or salts share no cache.
+        routed = RoutedRequest(hint, f"{model} {text_of(view.cache_salt)}", _affinity(view, scope))
+        self.metrics.prompt_tokens.inc(len(hint))
+        _Passage(self, _Asked(client.path, view, model, routed, request, begin), client).ask_next()
 
     async def broadcast(self, scope: Scope, body: bytes) -> bytes:
         """Send a request to all workers that can be reached, which have `BROADCAST_S` to answer; returns the body of a
@@ -114,36 +86,38 @@ class Forwarder:
         answers = await asyncio.gather(*map(ask, workers))
         return max(answers, key=len, default=b"")
 
-    async def _exchange(
-        self, path: str, request: WorkerRequest, routed: RoutedRequest, view: PromptView, worker: Worker, relay: Relay
-    ) -> None:
-        """Give a request to one worker, and to a prefill worker where there are any; the response is complete, whatever
-        its status, or the worker was lost."""
-        pair = None
-        if self._pairing is not None:
-            pair = self._pairing.begin(path, request, routed, text_of(view.model))
-        sent = request if pair is None else pair.request
-        try:
-            await relay.pass_on(lambda on_end: self._sender.send(worker, sent, relay, on_end))
-        finally:
-            if pair is not None:
-                pair.end(is_answered=relay.is_complete and relay.status == HTTPStatus.OK)
-
-    def _choose(self, path: str, view: PromptView, routed: RoutedRequest, tried: list[Worker]) -> Worker:
-        home = self._stored.get(_stored_id(path, view)) if self._stored else None
+    def choose(self, asked: _Asked, tried: list[Worker]) -> Worker:
+        """A worker that was not tried yet. Raises `EngineUnavailable`."""
+        home = self._stored.get(_stored_id(asked.path, asked.view)) if self._stored else None
         for worker in self._fleet if home is not None else ():
             if worker.url == home and worker.takes_requests and worker not in tried:
                 return worker
-        worker, choice = self._fleet.choose(routed, text_of(view.model), tried)
-        self._metrics.cached_tokens.inc(choice.cached_len)
+        worker, choice = self._fleet.choose(asked.routed, asked.model, tried)
+        self.metrics.cached_tokens.inc(choice.cached_len)
         return worker
 
+    def pair(self, asked: _Asked) -> Pair | None:
+        """Give a request to a prefill worker, if there are any."""
+        if self._pairing is None:
+            return None
+        return self._pairing.begin(asked.path, asked.request, asked.routed, asked.model)
+
+    def note_complete(self, asked: _Asked, relay: Relay, worker: Worker) -> None:
+        """A worker has answered."""
+        self.metrics.first_byte.observe(relay.begun_at - asked.begin)
+        if asked.path == RESPONSES and relay.status == HTTPStatus.OK:
+            found = RESPONSE_ID.search(relay.beginning)
+            if found:
+                self._stored[found[1].decode("latin-1")] = worker.url
+                while len(self._stored) > MAX_STORED:
+                    self._stored.popitem(last=False)
+
     def _headers_for_worker(self, scope: Scope) -> RawHeaders:
-        headers = end_to_end(scope["headers"], self._dropped)
+        headers, hops = end_to_end(scope["headers"], self._dropped), []
         if self._key is not None:
             headers.append((b"authorization", b"Bearer " + self._key.encode()))
-        hops = [value for name, value in headers if name == FORWARDED_FOR]
-        if hops:
+        if FORWARDED_FOR in dict(headers):
+            hops = [value for name, value in headers if name == FORWARDED_FOR]
             headers = [header for header in headers if header[0] != FORWARDED_FOR]
         client = scope.get("client")
         if client:
@@ -152,24 +126,84 @@ class Forwarder:
             headers.append((FORWARDED_FOR, b", ".join(hops)))
         return headers
 
-    def _note_stored(self, path: str, relay: Relay, worker: Worker) -> None:
-        if path == RESPONSES and relay.status == 200:
-            found = RESPONSE_ID.search(relay.beginning)
-            if found:
-                self._stored[found[1].decode("latin-1")] = worker.url
-                while len(self._stored) > MAX_STORED:
-                    self._stored.popitem(last=False)
+
+class _Asked(NamedTuple):
+    """A request, and what the choice of a worker needs of it. ``begin``: when it came, by `time.perf_counter`."""
+
+    path: str
+    view: PromptView
+    model: str
+    routed: RoutedRequest
+    request: WorkerRequest
+    begin: float
+
+
+class _Passage:
+    """The way of one request: to one worker after the other, until one has answered or none is left."""
+
+    __slots__ = ("_asked", "_client", "_forwarder", "_pair", "_relay", "_tried")
+
+    def __init__(self, forwarder: Forwarder, asked: _Asked, client: ClientRequest):
+        self._forwarder, self._asked, self._client = forwarder, asked, client
+        self._tried: list[Worker] = []
+        self._relay: Relay | None = None
+        self._pair: Pair | None = None
+
+    def ask_next(self) -> None:
+        """Give it to a worker."""
+        forwarder, client = self._forwarder, self._client
+        try:
+            worker = forwarder.choose(self._asked, self._tried)
+        except EngineUnavailable as error:
+            if self._relay is None or not self._relay.is_complete:
+                client.refuse(error)
+            else:
+                self._finish(self._relay)  # what the last one said tells the client more
+            return
+        self._tried.append(worker)
+        relay = self._relay = client.answering = Relay(client, may_retry=len(self._tried) < forwarder.max_tries)
+        pair = self._pair = forwarder.pair(self._asked)
+        request = self._asked.request if pair is None else pair.request
+        relay.exchange = forwarder.sender.send(worker, request, relay, self._end)
+
+    def _end(self) -> None:
+        """The response is complete, whatever its status, or the worker was lost."""
+        relay, client = self._relay, self._client
+        assert relay is not None
+        relay.exchange = None  # which has the relay: nothing is left for the garbage collector
+        if self._pair is not None:
+            self._pair.end(is_answered=relay.is_complete and relay.status == HTTPStatus.OK)
+        if client.is_lost:
+            return
+        if relay.is_complete and not relay.is_held:
+            self._finish(relay)
+        elif relay.has_begun:
+            self._end_lost(relay)
+        elif len(self._tried) < self._forwarder.max_tries:
+            self._forwarder.metrics.retries.inc()
+            self.ask_next()
+        else:
+            client.refuse(EngineUnavailable(LOST, retry_after=RETRY_AFTER_S))
+
+    def _finish(self, relay: Relay) -> None:
+        self._forwarder.note_complete(self._asked, relay, self._tried[-1])
+        relay.finish()
+
+    def _end_lost(self, relay: Relay) -> None:
+        """A worker was lost in the middle of its response: say so where the body has a place for it; otherwise the
+        connection is closed, which the client notices, as the body is not complete."""
+        error = EngineUnavailable(LOST, retry_after=RETRY_AFTER_S)
+        last = end_of_stream(error, self._client.scope, relay.media_type)
+        if last is None:
+            self._client.break_off()
+        else:
+            relay.finish(last)
 
 
 def _target_of(scope: Scope) -> bytes:
     query = scope.get("query_string", b"")
     target: bytes = scope["raw_path"]
     return target + b"?" + query if query else target
-
-
-def _namespace(view: PromptView) -> str:
-    """Prompts of different models or salts share no cache."""
-    return f"{text_of(view.model)} {text_of(view.cache_salt)}"
 
 
 def _affinity(view: PromptView, scope: Scope) -> str:
@@ -184,13 +218,3 @@ def _stored_id(path: str, view: PromptView) -> str:
     if path == RESPONSES:
         return text_of(view.previous_response_id)
     return path.removeprefix(RESPONSES + "/").partition("/")[0] if path.startswith(RESPONSES) else ""
-
-
-async def _end_lost(relay: Relay, scope: Scope) -> None:
-    """A worker was lost in the middle of its response: say so where the body has a place for it; otherwise the
-    connection is closed, which the client notices, as the body is not complete."""
-    last = end_of_stream(EngineUnavailable(LOST, retry_after=RETRY_AFTER_S), scope, relay.media_type)
-    if last is None:
-        await relay.break_off()
-    else:
-        await relay.finish(last)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace.serving.http.transport.metrics import LATENCY_S, HttpMetrics
+from headrace.serving.http.transport.metrics import LATENCY_S, HttpMetrics, LoopHistogram
 from headrace.serving.router.fleet import Fleet
 
 
@@ -57,10 +57,10 @@ class RouterMetrics:
             "headrace_router_cached_tokens", "Prompt tokens, roughly, that the chosen worker should have in its cache.",
             registry=self.registry
         )
-        self.first_byte = Histogram(
-            "headrace_router_first_byte_seconds", "From a request's arrival to the head of its response.",
-            registry=self.registry, buckets=LATENCY_S
+        self.first_byte = LoopHistogram(
+            "headrace_router_first_byte_seconds", "From a request's arrival to the head of its response.", LATENCY_S
         )
+        self.registry.register(self.first_byte)
 
     def count(self, worker: str, status: str) -> None:
         """A request to a worker has ended."""

@@ -42,6 +42,7 @@ class PromptView(msgspec.Struct):
 
 EMPTY = PromptView()
 _decode = msgspec.json.Decoder(PromptView).decode
+_decode_text = msgspec.json.Decoder(str).decode
 
 
 def view_prompt(body: bytes) -> PromptView:
@@ -60,7 +61,7 @@ def text_of(field: msgspec.Raw) -> str:
     if not raw.startswith(b'"'):
         return ""
     try:
-        return msgspec.json.decode(raw, type=str)
+        return _decode_text(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
 

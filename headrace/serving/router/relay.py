@@ -1,28 +1,22 @@
-"""`Relay`: the response of one worker on its way to a client. Nothing is sent before the first piece of the body has
-come, so that until then another worker can be asked."""
+"""`Relay`: the response of one worker on its way to a client, from one socket's callback to the other socket. Nothing
+is sent before the first piece of the body has come, so that until then another worker can be asked."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
 
-from starlette.types import Scope, Send
-
-from headrace.serving.http.transport.connection import BodyWriter
 from headrace.serving.http_client import Exchange, RawHeaders
+from headrace.serving.router.client_request import ClientRequest
 
 RETRY_STATUSES = frozenset({429, 502, 503})
 """Another worker may do what this one refuses: its queue is full, or its engine is not there."""
 MAX_HELD_BYTES = 1 << 20
-MAX_BACKLOG_BYTES = 1 << 20
-"""Most bytes that wait for a client that reads slowly; beyond them the worker's connection is paused."""
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
     b"transfer-encoding", b"upgrade",
 })
 SET_HERE = HOP_BY_HOP | {b"date", b"x-request-id"}
-"""Not passed on to clients: what concerns the connection, and what the server and `RequestLedger` add to every
+"""Not passed on to clients: what concerns the connection, and what the server and `LedgerEntry` add to every
 response."""
 
 
@@ -30,18 +24,24 @@ def end_to_end(headers: RawHeaders, dropped: frozenset[bytes]) -> RawHeaders:
     """The headers that are meant for the other end (RFC 9110, section 7.6.1), without ``dropped``, of which
     `HOP_BY_HOP` is a part. Names are lower case."""
     kept = [header for header in headers if header[0] not in dropped]
-    for name, value in headers:
-        if name == b"connection":
-            listed = {each.strip().lower() for each in value.split(b",")}
-            kept = [header for header in kept if header[0] not in listed]
+    if len(kept) < len(headers):
+        for name, value in headers:
+            if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+                listed = {each.strip().lower() for each in value.split(b",")}
+                kept = [header for header in kept if header[0] not in listed]
     return kept
 
 
 class Relay:
-    """A `WorkerSink` that passes the response on. ``status`` is 0 until its head has come. Pieces of a stream are
-    written from the worker's callback; for all else the task of `pass_on` wakes up."""
+    """A `WorkerSink` that passes the response on as it comes, and is the `Answering` of its request. ``status`` is 0
+    until the head has come."""
 
-    def __init__(self, scope: Scope, send: Send, writer: BodyWriter, may_retry: bool):
+    __slots__ = (
+        "_client", "_held", "_is_paused", "_may_retry", "_num_held", "beginning", "begun_at", "exchange", "has_begun",
+        "headers", "is_complete", "status",
+    )
+
+    def __init__(self, client: ClientRequest, may_retry: bool):
         self.status = 0
         self.is_complete = False
         self.has_begun = False
@@ -50,23 +50,21 @@ class Relay:
         self.beginning = b""
         """The first piece of the body."""
         self.headers: RawHeaders = []
-        self._scope, self._send, self._writer, self._may_retry = scope, send, writer, may_retry
-        self._exchange: Exchange | None = None
-        self._is_started = self._is_ended = self._is_paused = False
-        self._is_direct = False  # the head is sent, and nothing is being sent
-        self._backlog: list[bytes] = []
-        self._backlog_bytes = 0
-        self._changed = asyncio.Event()
+        self.exchange: Exchange | None = None
+        self._client, self._may_retry = client, may_retry
+        self._held: list[bytes] = []
+        self._num_held = 0
+        self._is_paused = False
 
     @property
     def is_wanted(self) -> bool:
         """See `WorkerSink`."""
-        return not self._writer.is_lost
+        return not self._client.is_lost
 
     @property
     def is_held(self) -> bool:
         """Whether the response is one after which another worker can be asked."""
-        return self._may_retry and self.status in RETRY_STATUSES and self._backlog_bytes <= MAX_HELD_BYTES
+        return self._may_retry and self.status in RETRY_STATUSES and self._num_held <= MAX_HELD_BYTES
 
     @property
     def media_type(self) -> str:
@@ -79,71 +77,45 @@ class Relay:
 
     def take(self, now: float, piece: bytes) -> None:
         """See `ResponseSink`."""
-        if self._is_direct and not self._backlog and self._writer.is_free:
-            self._writer.write_at_once(piece)  # the way of streamed tokens: no task, no await
-            return
-        self.beginning = self.beginning or piece
-        self._backlog.append(piece)
-        self._backlog_bytes += len(piece)
-        if self.is_held:
-            return
-        self.has_begun = True
-        if self._backlog_bytes > MAX_BACKLOG_BYTES and not self._is_paused and self._exchange is not None:
+        if not self.has_begun:
+            self.beginning = self.beginning or piece
+            self._num_held += len(piece)
+            if self.is_held:
+                self._held.append(piece)
+                return
+            self._begin()
+        client = self._client
+        client.write(piece)
+        if client.is_slow and not self._is_paused and self.exchange is not None:
             self._is_paused = True
-            self._exchange.pause_reading()
-        self._changed.set()
-
-    async def pass_on(self, start: Callable[[Callable[[], None]], Exchange]) -> None:
-        """Begin an exchange by ``start``, which gets what to call at its end, and send the response as it comes. When
-        it has ended, what it has left, if anything, is for `finish`."""
-        self._exchange = start(self._end)
-        try:
-            while not self._is_ended:
-                await self._changed.wait()
-                self._changed.clear()
-                if not self._is_ended:
-                    await self._send_backlog()
-        finally:
-            self.abort()
+            self.exchange.pause_reading()
 
     def abort(self) -> None:
-        """See `WorkerSink`."""
-        if self._exchange is not None:
-            self._exchange.abort()
+        """See `WorkerSink` and `Answering`."""
+        if self.exchange is not None:
+            self.exchange.abort()
 
-    async def finish(self, last: bytes = b"") -> None:
-        """Send the rest, and ``last``."""
-        await self._start()
-        body = b"".join((*self._backlog, last))
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+    def resume(self) -> None:
+        """See `Answering`."""
+        if self._is_paused and self.exchange is not None:
+            self._is_paused = False
+            self.exchange.resume_reading()
 
-    async def break_off(self) -> None:
-        """Send the rest, and leave the body incomplete."""
-        await self._send_backlog()
+    def finish(self, last: bytes = b"") -> None:
+        """Send the rest, and ``last``: the response is complete."""
+        if not self.has_begun:
+            self._begin()
+        if last:
+            self._client.write(last)
+        self._client.end()
 
-    def _end(self) -> None:
-        self._is_ended = True
-        self._changed.set()
-
-    async def _start(self) -> None:
-        if self._is_started:
-            return
-        self._is_started = True
-        headers = end_to_end(self.headers, SET_HERE)
+    def _begin(self) -> None:
+        self.has_begun = True
+        client = self._client
         request_id = next((value for name, value in self.headers if name == b"x-request-id"), None)
         if request_id is not None:
-            self._scope.setdefault("state", {})["request_id"] = request_id.decode("latin-1")
-        await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
-
-    async def _send_backlog(self) -> None:
-        self._is_direct = False
-        await self._start()
-        while self._backlog:
-            pieces = b"".join(self._backlog)
-            self._backlog.clear()
-            self._backlog_bytes = 0
-            await self._send({"type": "http.response.body", "body": pieces, "more_body": True})
-        self._is_direct = True
-        if self._is_paused and self._exchange is not None:
-            self._is_paused = False
-            self._exchange.resume_reading()
+            client.scope.setdefault("state", {})["request_id"] = request_id.decode("latin-1")
+        client.begin(self.status, end_to_end(self.headers, SET_HERE))
+        for piece in self._held:
+            client.write(piece)
+        self._held.clear()

@@ -12,7 +12,7 @@ from headrace.serving.router.metrics import RouterMetrics
 from headrace.serving.router.workers import FAILURE_STATUSES, Worker
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class WorkerRequest:
     """A request as it is sent to a worker. ``tokens``: the load that it adds there."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from rich.console import Console
 from headrace.base.errors import ConfigError
 from headrace.serving.http.listening import ListeningServer, address_of, open_listener
 from headrace.serving.http_client import loop_factory
-from headrace.serving.router.app import Router, create_app
+from headrace.serving.router.app import Router
+from headrace.serving.router.client_connection import ClientConnection
 from headrace.serving.router.discovery import split_name, watch_file, watch_name
 from headrace.serving.router.fleet import Fleet
+from headrace.serving.router.front import RouterFront
 from headrace.serving.router.options import RouterOptions, WorkerOptions
 
 
@@ -37,6 +40,11 @@ def serve_router(urls: Sequence[str], options: RouterOptions, workers: WorkerOpt
         runner.run(RouterServer(urls, options, workers).run())
 
 
+def create_server(router: Router, options: RouterOptions) -> ListeningServer:
+    """The server of a router, with the gates before it."""
+    return ListeningServer(RouterFront(router, options), router, options.drain_s, protocol=ClientConnection)
+
+
 class RouterServer:
     """One router from start to shutdown. ``awaits_prefill``: see `Router`."""
 
@@ -48,7 +56,7 @@ class RouterServer:
         self._prefill = Fleet(workers, options.policy, is_prefill=True) if workers.prefill else None
         self._fleet = Fleet(workers, options.policy if self._prefill is None else "least-loaded")
         self._router = Router(self._fleet, options, self._prefill, awaits_prefill=awaits_prefill)
-        self._server = ListeningServer(create_app(self._router, options), self._router, options.drain_s)
+        self._server = create_server(self._router, options)
 
     @property
     def is_stopping(self) -> bool:
@@ -75,6 +83,7 @@ class RouterServer:
                 f"state: {address}/ready, metrics: {address}/metrics",
                 highlight=False, soft_wrap=True
             )
+            gc.freeze()  # what was imported stays: collections that looked at it would take a sixth of the time
             try:
                 await self._server.run(listener)
             finally:

@@ -123,7 +123,8 @@ class Worker:
         """Whether a request may be sent there now."""
         if self.health != "ready" or self.is_draining:
             return False
-        return self.breaker.is_closed or (not self.relays and not self.breaker.is_resting)
+        breaker = self.breaker
+        return breaker.is_closed or (not self.relays and not breaker.is_resting)
 
     @property
     def state(self) -> ReplicaState:

@@ -10,8 +10,8 @@ from serving.router.workers import EVENTS_HEAD, Asked, Worker, chunk, events, re
 
 from headrace.serving.http_client import BrokenExchange, EventSplitter, HttpResponse
 from headrace.serving.router import fleet, forwarding
+from headrace.serving.router.client_connection import MAX_UNSENT_BYTES
 from headrace.serving.router.options import RouterOptions
-from headrace.serving.router.relay import MAX_BACKLOG_BYTES
 
 
 async def stream_of(running, path="/v1/completions", **body) -> tuple[HttpResponse, list[bytes]]:
@@ -322,8 +322,8 @@ async def test_a_client_that_reads_slowly_makes_the_worker_wait():
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}")
         target = next(iter(running.fleet))
         await running.until(lambda: any(relay._is_paused for relay in target.relays))
-        backlog = max(relay._backlog_bytes for relay in target.relays)
-        assert backlog <= 2 * MAX_BACKLOG_BYTES
+        [relay] = target.relays
+        assert relay._client._wire.transport.get_write_buffer_size() <= 2 * MAX_UNSENT_BYTES
         await reader.readuntil(b"\r\n\r\n")
         while num_written < len(piece) * 512:
             got = await reader.read(1 << 20)

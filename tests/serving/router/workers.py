@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.serving.http.listening import ListeningServer, open_listener
+from headrace.serving.http.listening import open_listener
 from headrace.serving.http_client import HttpClient
-from headrace.serving.router.app import Router, create_app
+from headrace.serving.router.app import Router
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.options import RouterOptions, WorkerOptions
+from headrace.serving.router.server import create_server
 
 
 @dataclass
@@ -179,7 +180,7 @@ async def routing(
     fleet = Fleet(settings, options.policy)
     prefills = Fleet(settings, options.policy, is_prefill=True) if prefill else None
     router = Router(fleet, options, prefills, awaits_prefill=awaits_prefill)
-    server = ListeningServer(create_app(router, options), router, drain_s=1.0)
+    server = create_server(router, options)
     with open_listener(options) as listener:
         serving = asyncio.create_task(server.run(listener))
         port = listener.getsockname()[1]

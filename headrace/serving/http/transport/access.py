@@ -331,6 +331,47 @@ def _warning(names: list[str]) -> bytes:
     return f'299 headrace "ignored unknown fields: {", ".join(shown)}{more}"'.encode()
 
 
+class LedgerEntry:
+    """One request in the count of requests, from its head to its end. Logs a line if ``has_log``."""
+
+    __slots__ = ("_begin", "_has_log", "_is_anthropic", "_metrics", "_routes", "_scope", "_state", "status")
+
+    def __init__(self, metrics: HttpMetrics, routes: frozenset[str], scope: Scope, *, has_log: bool):
+        self._metrics, self._routes, self._scope, self._has_log = metrics, routes, scope, has_log
+        self.status, self._begin = 500, time.perf_counter()  # 500 if there is no response
+        self._state = scope.setdefault("state", {})
+        given, self._is_anthropic = None, False
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":
+                given = given or value.decode("latin-1")
+            elif name == b"anthropic-version":
+                self._is_anthropic = True
+        self._state["request_id"] = read_request_id(given)
+        metrics.num_active += 1
+
+    def note_response(self, status: int) -> list[tuple[bytes, bytes]]:
+        """A response begins; returns the headers that it has besides its own."""
+        self.status, state = status, self._state
+        # Read when the response starts: `open_generation` may have set it since.
+        state["request_id"] = state["request_id"] or f"req_{secrets.token_hex(16)}"
+        added = [(b"x-request-id", state["request_id"].encode())]
+        if self._is_anthropic:
+            added.append((b"request-id", added[0][1]))
+        if state.get("ignored_fields"):
+            added.append((b"warning", _warning(state["ignored_fields"])))
+        return added
+
+    def close(self) -> None:
+        """The request has ended."""
+        self._metrics.num_active -= 1
+        scope = self._scope
+        self._metrics.count(method_of(scope), route_of(path_of(scope), self._routes), self.status)
+        if self._has_log:
+            client, path = scope.get("client") or ("-", 0), quote(scope["path"])  # quoted: no forged log lines
+            seconds, name = time.perf_counter() - self._begin, in_log(self._state["request_id"])
+            logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], path, self.status, seconds, name)
+
+
 class RequestLedger:
     """Counts requests by method, route and status, and logs a line for each if ``has_log``. Adds ``X-Request-Id`` to
     the response (and ``Request-Id`` for Anthropic's clients, which read that): the client's own id, else the one that
@@ -343,33 +384,14 @@ class RequestLedger:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, begin = 500, time.perf_counter()  # 500 if the application raises before a response starts
-        state = scope.setdefault("state", {})
-        headers = Headers(scope=scope)
-        state["request_id"] = read_request_id(headers.get("x-request-id"))
+        entry = LedgerEntry(self._metrics, self._routes, scope, has_log=self._has_log)
 
         async def note_status(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                # Read when the response starts: `open_generation` may have set it since.
-                state["request_id"] = state["request_id"] or f"req_{secrets.token_hex(16)}"
-                added = [(b"x-request-id", state["request_id"].encode())]
-                if "anthropic-version" in headers:
-                    added.append((b"request-id", added[0][1]))
-                if state.get("ignored_fields"):
-                    added.append((b"warning", _warning(state["ignored_fields"])))
-                message["headers"] = [*message.get("headers", ()), *added]
+                message["headers"] = [*message.get("headers", ()), *entry.note_response(message["status"])]
             await send(message)
 
-        self._metrics.num_active += 1
         try:
             await self._app(scope, receive, note_status)
         finally:
-            self._metrics.num_active -= 1
-            route = route_of(path_of(scope), self._routes)
-            self._metrics.count(method_of(scope), route, status)
-            if self._has_log:
-                client, path = scope.get("client") or ("-", 0), quote(scope["path"])  # quoted: no forged log lines
-                seconds, name = time.perf_counter() - begin, in_log(state["request_id"])
-                logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], path, status, seconds, name)
+            entry.close()

@@ -27,6 +27,8 @@ REST_TIMEOUT_S, MAX_REST_BYTES = 60.0, 1 << 30
 """How long and how much is read and dropped of a body after its response. Most clients read the response only when all
 is sent. The limits are far above what is sent by mistake; dropping costs about a second per gigabyte."""
 END_OF_HEAD = b"\r\n\r\n"
+NOT_HTTP = 400, "not a valid HTTP/1.1 request"
+TOO_LONG = 431, f"the request line and headers have more than {MAX_HEAD_BYTES} bytes"
 EXTENSION = "headrace.body"
 """The key in a scope's ``extensions`` under which a route finds the request's `BodyWriter`; absent on other servers and
 when middleware reads response bodies."""
@@ -56,14 +58,6 @@ class BurstWriter:
         # The scheduled flush runs in the next turn. The transport's high-water mark does not count `_pending`.
         self._pending.append(data)
 
-    def write_at_once(self, data: bytes) -> None:
-        """Write what is queued, and bytes, now."""
-        if self._pending or self.is_closing():
-            self._pending.append(data)
-            self.flush()
-        else:
-            self._transport.write(data)
-
     def close(self) -> None:
         """Flush, then close."""
         self.flush()
@@ -85,7 +79,7 @@ class BurstWriter:
         self._pending.clear()
 
 
-def _refusal(status: int, message: str) -> bytes:
+def describe_refusal(status: int, message: str) -> bytes:
     """The whole response (head and body) to bytes that are not a valid request. In OpenAI's form: no path is known
     that could select another API's."""
     error = RequestError(message)
@@ -100,13 +94,12 @@ def _refusal(status: int, message: str) -> bytes:
 
 class BodyWriter:
     """Writes pieces of a response body directly, without the awaits and wrappers of ``send``, which are most of the
-    cost of a streamed token; and tells when the client has left, without a task that waits for it."""
+    cost of a streamed token."""
 
-    __slots__ = ("_cycle", "_protocol", "on_lost")
+    __slots__ = ("_cycle",)
 
-    def __init__(self, cycle: RequestResponseCycle, protocol: BoundedHttp):
-        self._cycle, self._protocol = cycle, protocol
-        self.on_lost: Callable[[], None] | None = None
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
 
     @property
     def is_free(self) -> bool:
@@ -116,30 +109,10 @@ class BodyWriter:
         is_open = cycle.response_started and not cycle.response_complete and cycle.chunked_encoding is True
         return is_open and not cycle.disconnected and not cycle.flow.write_paused
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the client has left."""
-        return self._cycle.disconnected
-
-    def watch(self, on_lost: Callable[[], None] | None) -> None:
-        """Call ``on_lost`` if the client leaves from now on. None: no longer."""
-        self.on_lost = on_lost
-        self._protocol.watched = None if on_lost is None else self
-
-    def lose(self) -> None:
-        """The client has left."""
-        self._cycle.disconnected = True  # uvicorn sees to the last one of pipelined requests only
-        if self.on_lost is not None:
-            self.on_lost()
-
     def write(self, piece: bytes) -> None:
         """Send a non-empty piece as one chunk."""
         # One chunk of RFC 9112, section 7.1: size in hex, CRLF, data, CRLF. An empty one would end the body.
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-
-    def write_at_once(self, piece: bytes) -> None:
-        """As `write`, in this turn of the event loop: for whoever has one piece a turn."""
-        cast("BurstWriter", self._cycle.transport).write_at_once(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
@@ -253,7 +226,6 @@ class BoundedHttp(HttpToolsProtocol):
     _num_dropped = 0
     _timer: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
-    watched: BodyWriter | None = None
 
     def connection_made(self, transport: Any) -> None:
         writer = LingeringWriter(transport, self._drop_rest)
@@ -265,8 +237,6 @@ class BoundedHttp(HttpToolsProtocol):
         if self._half_closed is not None:
             self._half_closed.cancel()
         super().connection_lost(exc)
-        if self.watched is not None:
-            self.watched.lose()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes always
         """Keep the connection until the complete requests that came are answered; close it if there are none."""
@@ -312,7 +282,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         # False when uvicorn made no cycle for this head.
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {EXTENSION: {"writer": BodyWriter(self.cycle, self)}}
+            self.scope["extensions"] = {EXTENSION: {"writer": BodyWriter(self.cycle)}}
             if self.parser.get_http_version() < "1.1":
                 # The cycle's task starts in the loop's next turn; uvicorn has no hook for its ``send``.
                 self.cycle.send = UnframedResponse(self.cycle).send  # type: ignore[method-assign,assignment]
@@ -334,7 +304,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for what the parser rejects: respond and close."""
-        self.transport.write(_refusal(400, "not a valid HTTP/1.1 request"))
+        self.transport.write(describe_refusal(*NOT_HTTP))
         self.transport.close()
 
     def _start_head_timer(self) -> None:
@@ -361,5 +331,5 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self) -> None:
         self._is_in_head = False  # so that `close` lingers, and `data_received` drops what follows unparsed
         self._cancel_timer()
-        self.transport.write(_refusal(431, f"the request line and headers have more than {MAX_HEAD_BYTES} bytes"))
+        self.transport.write(describe_refusal(*TOO_LONG))
         self.transport.close()

@@ -1,0 +1,183 @@
+"""`ClientRequest`: a request of a client, and the way back for its response. Refuses: parsing (``reading.py``) and the
+life of the connection (``client_connection.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from headrace.base.errors import HeadraceError
+from headrace.serving.http.transport.access import LedgerEntry
+from headrace.serving.http.transport.errors import path_of
+from headrace.serving.http_client import RawHeaders
+
+LAST_CHUNK = b"0\r\n\r\n"
+NO_BODY = frozenset({204, 304})
+
+
+PHRASES: dict[int, str] = {status.value: status.phrase for status in HTTPStatus}
+STATUS_LINES = {status: f"HTTP/1.1 {status} {PHRASES.get(status, '')}\r\n".encode() for status in range(200, 1000)}
+
+
+class Front(Protocol):
+    """Decides what becomes of requests. Everything is called in the event loop."""
+
+    def begin(self, request: ClientRequest) -> None:
+        """The head has come, and all earlier requests of the connection are answered. Answers at once, or sets
+        ``body_limit``."""
+
+    def take(self, request: ClientRequest) -> None:
+        """The body has come."""
+
+    def refuse(self, request: ClientRequest, error: HeadraceError) -> None:
+        """Something is wrong with the body."""
+
+    def complete_head(self, request: ClientRequest, headers: RawHeaders) -> RawHeaders:
+        """The headers with which a response is sent, whose ``status`` is set."""
+
+    def end(self, request: ClientRequest) -> None:
+        """The response is complete, or the client has left; called once for each that has begun."""
+
+
+class Wire(Protocol):
+    """The connection of a request."""
+
+    front: Front
+    transport: Any
+    is_paused: bool
+    """Whether the client reads more slowly than it is written to."""
+
+    def default_lines(self) -> bytes:
+        """Header lines that every response has."""
+
+    def note_end(self) -> None:
+        """The response to the first request is complete."""
+
+
+class Answering(Protocol):
+    """What answers a request, until its response is complete."""
+
+    def abort(self) -> None:
+        """The client has left."""
+
+    def resume(self) -> None:
+        """The client, which was slow, has read what there was."""
+
+
+class ClientRequest:
+    """A request whose head has come. ``scope`` is ASGI's, which gates and errors read. ``parts`` is its body as far as
+    it has come, of ``num_bytes``, at most ``body_limit``; what comes after an early response is not kept. ``entry`` and
+    ``undo`` are the front's.
+
+    A response is sent by `respond`, or by `begin`, `write` and `end`; these do nothing once it has ended or the client
+    has left. ``status`` is that of the response; 500 until there is one."""
+
+    __slots__ = (
+        "_head", "_is_bodiless", "_is_chunked", "_wire", "answering", "body_limit", "entry",
+        "expects_continue", "has_response", "is_begun", "is_ended", "is_lost", "is_taken", "is_whole", "keeps_alive",
+        "num_bytes", "parts", "path", "scope", "status", "undo",
+    )
+
+    def __init__(self, wire: Wire, scope: Scope, *, keeps_alive: bool, expects_continue: bool):
+        self._wire, self.scope, self.path = wire, scope, path_of(scope)
+        self.keeps_alive, self.expects_continue = keeps_alive, expects_continue
+        self.parts: list[bytes] = []
+        self.num_bytes = self.body_limit = 0
+        self.status, self._head = 500, b""
+        self.is_whole = self.is_begun = self.is_taken = self.is_ended = self.is_lost = False
+        self.has_response = self._is_chunked = self._is_bodiless = False
+        self.answering: Answering | None = None
+        self.entry: LedgerEntry | None = None
+        self.undo: Callable[[], object] | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the client reads more slowly than it is written to."""
+        return self._wire.is_paused
+
+    def take_body(self) -> bytes:
+        """The body, which is not kept here any longer."""
+        body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        self.parts.clear()
+        return body
+
+    def begin(self, status: int, headers: RawHeaders) -> None:
+        """The head of the response, which is sent with what follows. ``headers`` have lower-case names and nothing that
+        concerns the connection; a body without length is sent in chunks, or ends with the connection of a client that
+        knows none."""
+        self.status, self.has_response, scope = status, True, self.scope
+        headers = self._wire.front.complete_head(self, headers)
+        self._is_bodiless = scope["method"] == "HEAD" or status in NO_BODY
+        framing = b""
+        if not (self._is_bodiless or b"content-length" in dict(headers)):
+            if scope["http_version"] == "1.1":
+                self._is_chunked, framing = True, b"transfer-encoding: chunked\r\n"
+            else:
+                self.keeps_alive = False
+        if not self.keeps_alive:
+            framing += b"connection: close\r\n"
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        self._head = b"".join((STATUS_LINES[status], self._wire.default_lines(), lines, framing, b"\r\n"))
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece of the body, which is not empty: it would end a body in chunks."""
+        if self.is_lost or self.is_ended:
+            return
+        if self._is_chunked:
+            # One chunk of RFC 9112, section 7.1: size in hex, CRLF, data, CRLF.
+            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+        elif self._is_bodiless:
+            piece = b""
+        if self._head:
+            piece, self._head = self._head + piece, b""
+        if piece:
+            self._wire.transport.write(piece)
+
+    def end(self) -> None:
+        """The response is complete."""
+        if self.is_lost or self.is_ended:
+            return
+        rest = self._head + LAST_CHUNK if self._is_chunked else self._head
+        if rest:
+            self._wire.transport.write(rest)
+        self._finish()
+        self._wire.note_end()
+
+    def break_off(self) -> None:
+        """Leave the response incomplete: the connection is closed when what was written is sent."""
+        if not (self.is_lost or self.is_ended):
+            self._wire.transport.close()
+
+    def respond(self, response: Response) -> None:
+        """Send a whole response."""
+        if self.is_lost or self.is_ended:
+            return
+        headers = [header for header in response.raw_headers if header[0] != b"connection"]
+        if len(headers) < len(response.raw_headers):  # `respond_error` says close, and nothing else
+            self.keeps_alive = False
+        self.begin(response.status_code, headers)
+        if response.body:
+            self.write(bytes(response.body))
+        self.end()
+
+    def refuse(self, error: HeadraceError) -> None:
+        """Send an error as the response."""
+        self._wire.front.refuse(self, error)
+
+    def lose(self) -> None:
+        """The client has left."""
+        if self.is_ended or self.is_lost:
+            return
+        self.is_lost = True
+        if self.answering is not None:
+            self.answering.abort()
+        self._finish()
+
+    def _finish(self) -> None:
+        self.is_ended, self.answering = not self.is_lost, None
+        self.parts.clear()
+        self._wire.front.end(self)
