@@ -126,3 +126,21 @@ def test_replicas_of_two_ranks(cluster, tiny_model: Path, tmp_path: Path):
     log = wait(process, folder)
     assert process.returncode == 1 and "25 lines completed, 1 of them" in log, log
     check_records(folder, 24)
+
+
+@pytest.mark.slow
+def test_tables_in_and_out(cluster, tiny_model: Path, tmp_path: Path):
+    """Parquet is read here alone, travels to replicas as lines, and comes back as parts of the same kind."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    bodies = [{"prompt": f"go {i}", "max_tokens": 4, "temperature": 0.0, "ignore_eos": True} for i in range(24)]
+    columns = {"custom_id": [f"r{i}" for i in range(24)], "url": ["/v1/completions"] * 24, "body": bodies}
+    source, folder = tmp_path / "in.parquet", tmp_path / "out"
+    parquet.write_table(pyarrow.table(columns), source)
+    process = start(tiny_model, source, folder, cluster.address, "--shard-size", "8")
+    log = wait(process, folder)
+    assert process.returncode == 0 and "24 lines completed" in log, log
+    rows = [row for part in sorted(folder.glob("part-*.parquet")) for row in parquet.read_table(part).to_pylist()]
+    assert sorted(row["custom_id"] for row in rows) == sorted(columns["custom_id"])
+    assert all(json.loads(row["response"]["body"])["usage"]["completion_tokens"] == 4 for row in rows)
