@@ -140,6 +140,25 @@ def test_nobody_adds_nothing(experts: str):
     torch.testing.assert_close(alone[2:], padded[2:])
 
 
+@pytest.mark.parametrize("experts", ["reference", "grouped", "stored"])
+def test_experts_that_are_elsewhere_are_masked(experts: str):
+    """A mask of a layer's experts says which are here; two places with the two halves add up to all of them."""
+    layer = build_layer(experts)
+    x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(4))
+    ids, weights = layer.router(x)
+    expected = layer._run_experts(ChosenTokens(x, ids, weights, NUM_EXPERTS))
+    for number in (0, 1, NUM_EXPERTS // 2, NUM_EXPERTS):
+        is_here = torch.zeros(NUM_EXPERTS, dtype=torch.bool)
+        is_here[torch.randperm(NUM_EXPERTS, generator=torch.Generator().manual_seed(number))[:number]] = True
+        parts = [
+            layer._run_experts(
+                ChosenTokens(x, torch.where(mask[ids], ids, -1), weights, NUM_EXPERTS, has_padding=True)
+            )
+            for mask in (is_here, ~is_here)
+        ]
+        torch.testing.assert_close(parts[0] + parts[1], expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stored_matrices_one_after_the_other(dtype: torch.dtype):
     """As they are stored while requests run, and plain again."""

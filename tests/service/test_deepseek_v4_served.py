@@ -278,7 +278,8 @@ async def test_aborts_leave_nothing_behind(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [
-    {}, {"max_step_tokens": 101, "overlap_depth": 2}, {"max_step_tokens": 101, "hot_slots": 40},
+    {}, {"max_step_tokens": 101, "overlap_depth": 2}, {"max_step_tokens": 101, "hot_slots": 40}, {"graphs": "off"},
+    {"kv_pages": 8, "overlap_depth": 2, "max_step_tokens": 300},
     {"speculative_config": {"method": "suffix", "num_speculative_tokens": 5}},
     {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}, "hot_slots": 64},
 ], ids=str)
