@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from execution.tiny_checkpoint import write_tiny_checkpoint
+from parallel import test_ranked_adapters as ranked_adapters
 from parallel.test_narrowing import write
 from parallel.test_tensor_parallel import DEEPSEEK_V4
 from safetensors.torch import load_file, save_file
@@ -75,6 +77,20 @@ def test_tokens_are_those_of_one_gpu(family: str, tmp_path: Path, capfd: pytest.
 def test_stages_and_replicas_say_what_one_gpu_says(family: str, options: dict[str, Any], tmp_path: Path):
     write(tmp_path, draw(family))
     assert generate(tmp_path, **options) == generate(tmp_path)
+
+
+def test_adapters_on_two_gpus(tmp_path: Path):
+    """In graphs, of several ranks and DoRA, in turns in few slots."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = write_tiny_checkpoint(tmp_path / "base", 5, **shape)
+    for seed, name in enumerate(("plain", "other", "dora"), 1):
+        ranked_adapters.write_adapter(base, tmp_path / name, seed, **({"use_dora": True} if name == "dora" else {}))
+    options = {**ranked_adapters.OPTIONS, "model": str(base), "device": "cuda", "page_size": None}
+    answers = []
+    for size in (1, 2):
+        with LLM(**options, tensor_parallel_size=size) as llm:
+            answers.append(ranked_adapters.generate(llm, base))
+    ranked_adapters.compare(*answers)
 
 
 def test_the_second_gpu_alone(tmp_path: Path):
