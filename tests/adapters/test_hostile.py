@@ -126,6 +126,13 @@ def test_a_field_without_effect_is_no_error(tmp_path: Path, fields: dict[str, An
     assert load(write(tmp_path, pair(), **fields)).rank == 4
 
 
+def test_modules_that_match_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Those that are there are not."""
+    load(write(tmp_path, pair(), target_modules=["q_proj", "v_proj", "no_such_module", "nor_this"]))
+    (told,) = caplog.messages
+    assert "no_such_module" in told and "nor_this" in told and "q_proj" not in told
+
+
 NAN = torch.ones(4, 16)
 NAN[1, 2] = float("nan")
 V = Q.replace("q_proj", "v_proj")
