@@ -136,6 +136,23 @@ def watch_beside(
     return found, pieces
 
 
+def run_short_of_pages(
+    folder: Path, prompts: Sequence[Prompt], num_tokens: int = 24, **options: Any
+) -> list[list[RequestOutput]]:
+    """`run` where pages suffice for all prompts and for few outputs, so that requests are retracted. The prompts have
+    no beginnings in common."""
+    pages = [-(-len(prompt.ids) // 4) + 1 for prompt in prompts]
+    longest = 4 * max(pages) + num_tokens
+    engine = start_engine(folder, **{
+        "kv_pages": max(sum(pages), longest // 4 + 2), "max_model_len": longest, "max_step_tokens": 64, **options
+    })
+    engine._scheduler._admission.forecast.share = 0.0  # too many are let in
+    outputs = run(engine, prompts, num_tokens, logprobs=False)
+    assert engine.stats().retracted_total > 0
+    engine.close()
+    return outputs
+
+
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
     """The request's output; fails with its error."""
     assert outputs[-1].finish is not None and outputs[-1].finish.error is None, outputs[-1].finish

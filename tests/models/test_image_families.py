@@ -18,6 +18,7 @@ from media_rig import (
     compare,
     run,
     run_beside,
+    run_short_of_pages,
     save_model,
     start_engine,
     to_tensor,
@@ -147,15 +148,20 @@ def test_images_of_any_size_with_breaks_between_rows(tmp_path: Path, activation:
     engine.close()
 
 
-def test_pixtral_in_llava(tmp_path: Path):
-    """One vector a patch, and no merging."""
+def make_pixtral(folder: Path) -> transformers.PreTrainedModel:
     vision = {"model_type": "pixtral", **VISION, "head_dim": 16}
     config = transformers.LlavaConfig(
         text_config={"model_type": "mistral", **TEXT, "head_dim": 12, "sliding_window": None}, vision_config=vision,
         image_token_index=IMAGE_ID, vision_feature_layer=-1, vision_feature_select_strategy="full",
     )
     model = transformers.LlavaForConditionalGeneration(config)
-    save_model(model, tmp_path)
+    save_model(model, folder)
+    return model
+
+
+def test_pixtral_in_llava(tmp_path: Path):
+    """One vector a patch, and no merging."""
+    model = make_pixtral(tmp_path)
     engine, values = start_engine(tmp_path, max_step_tokens=9), np.random.default_rng(0)
     pixels = values.standard_normal((1, 3, 12, 20)).astype(np.float32)
     rows = [[*[IMAGE_ID] * 5, 105]] * 3
@@ -284,6 +290,13 @@ def test_hits_within_images(served: Any):
     assert tokens_of(different) == expect(model, other)[0]
     assert different[-1].num_cached_tokens < 4
     engine.close()
+
+
+def test_retractions_change_nothing(served: Any):
+    model, folder, count = served
+    asks = [add_image(Prompt().text(30 + i), count, i % 3).text(4, 5) for i in range(5)]
+    for outputs, prompt in zip(run_short_of_pages(folder, asks), asks, strict=True):
+        assert tokens_of(outputs) == expect(model, prompt, 24)[0]
 
 
 def test_choices_and_bounds_on_what_waits(tmp_path: Path):
