@@ -17,6 +17,7 @@ from media_rig import (
     logprobs_of,
     run,
     run_beside,
+    run_short_of_pages,
     save_model,
     start_engine,
     to_tensor,
@@ -67,7 +68,7 @@ def add_clip(prompt: Prompt, num_frames: int, seed: int) -> Prompt:
     ).text(103)
 
 
-def expect(model: Any, prompt: Prompt) -> tuple[list[int], torch.Tensor]:
+def expect(model: Any, prompt: Prompt, num_tokens: int = 8) -> tuple[list[int], torch.Tensor]:
     inputs: dict[str, Any] = {}
     if prompt.items:
         lengths = torch.tensor([item.place.grid[0] for item in prompt.items])
@@ -75,7 +76,7 @@ def expect(model: Any, prompt: Prompt) -> tuple[list[int], torch.Tensor]:
             "input_features": torch.cat([to_tensor(item.arrays["input_features"]) for item in prompt.items]),
             "feature_attention_mask": (torch.arange(2 * POSITIONS) < lengths[:, None]).long(),
         }
-    return ask_oracle(model, prompt, attention_mask=torch.ones(1, len(prompt.ids)).long(), **inputs)
+    return ask_oracle(model, prompt, num_tokens, attention_mask=torch.ones(1, len(prompt.ids)).long(), **inputs)
 
 
 @pytest.mark.parametrize("step_tokens", [9, 256])
@@ -87,6 +88,22 @@ def test_clips_of_any_length(listener: Any, step_tokens: int):
     for outputs, prompt in zip(run_beside(engine, Prompt([5]), asks), asks, strict=True):
         compare(outputs, expect(model, prompt))
     engine.close()
+
+
+def test_hits_and_retractions(listener: Any):
+    """The same sound in its place is a hit, another one is none; requests begin again when pages lack."""
+    model, folder = listener
+    engine = start_engine(folder)
+    first, other = (add_clip(Prompt().text(3), 17, seed).text(4, 5) for seed in (0, 1))
+    run(engine, [first])
+    again, different = run(engine, [first, other])
+    compare(again, expect(model, first))
+    compare(different, expect(model, other))
+    assert again[-1].num_cached_tokens == 8 and different[-1].num_cached_tokens == 0
+    engine.close()
+    asks = [add_clip(Prompt().text(30 + seed), 17, seed).text(4, 5) for seed in range(6)]
+    for outputs, prompt in zip(run_short_of_pages(folder, asks), asks, strict=True):
+        assert tokens_of(outputs) == expect(model, prompt, 24)[0]
 
 
 WINDOW = 64
@@ -148,6 +165,13 @@ def test_a_window_is_heard_once(writer: Any):
     (outputs,) = run(engine, [hear(1, 1, 5)])
     compare(outputs, write(model, hear(1, 1, 5)))
     engine.close()
+
+
+def test_retracted_texts_are_those_of_whole_passes(writer: Any):
+    model, folder = writer
+    asks = [hear(seed, 1, 5 + seed) for seed in range(5)]
+    for outputs, prompt in zip(run_short_of_pages(folder, asks), asks, strict=True):
+        assert tokens_of(outputs) == write(model, prompt, 24)[0]
 
 
 @pytest.mark.parametrize("ask", [

@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from media_rig import VOCAB, Prompt, ask_oracle, compare, run, run_beside, save_model, start_engine, to_tensor
+from media_rig import (
+    VOCAB,
+    Prompt,
+    ask_oracle,
+    compare,
+    run,
+    run_beside,
+    run_short_of_pages,
+    save_model,
+    start_engine,
+    to_tensor,
+    tokens_of,
+)
 
 from headrace.base.errors import ConfigError
 from headrace.base.media import mark_beside
@@ -166,6 +178,14 @@ def test_hits_and_sound_beside_images(served: Any):
     compare(outputs, expect(model, beside, [(0, 6, 6)]))
     assert outputs[-1].num_cached_tokens < 4
     engine.close()
+
+
+def test_retractions_change_nothing(served: Any):
+    model, folder = served
+    prompts = [Prompt([30 + number, *prompt.ids[1:]], prompt.items) for number, prompt in enumerate(asks())]
+    found = run_short_of_pages(folder, prompts)
+    for prompt, outputs, images in zip(prompts, found, IMAGES, strict=True):
+        assert tokens_of(outputs) == expect(model, prompt, images, 24)[0]
 
 
 def test_long_sound_is_cut(served: Any):
