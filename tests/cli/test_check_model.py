@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layers.format_cases import CASES, LLAMA, QWEN_MOE, make_checkpoint
 
 from headrace.kernels import native
-from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4
-from headrace.service.weight_report import _judge_expert
+from headrace.kernels.coded_linear import choice
+from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
+from headrace.service.weight_report import _judge_expert, _judge_on_gpu
 from headrace.serving.cli.main import main
 
 
@@ -63,3 +65,18 @@ def test_experts_on_a_gpu_are_multiplied_together():
     assert kernel == "coded experts kernel reference" and "1 to 256 tokens" in reason
     kernel, reason = _judge_expert(quantise_float(weight, rows=48, group=128), cpu, torch.bfloat16)
     assert kernel == "dequantised" and "do not divide the 64" in reason
+
+
+@pytest.mark.parametrize(("plain_s", "kernel"), [(2.0, "own or library kernels by rows"), (0.3, "dequantised")])
+def test_layers_on_a_gpu_are_judged_by_what_was_measured(
+    plain_s: float, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Here with the solutions that a CPU has, and times of a clock."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (0, 0))
+    monkeypatch.setattr(choice, "time_chain", lambda calls: plain_s if calls[0].func is F.linear else 1.0)
+    form = quantise_integer(torch.randn(64, 256), 4, 32)
+    found, reason = _judge_on_gpu(form, torch.device("cpu"), torch.float32)
+    assert found == kernel and f"{plain_s:.2f} times as fast" in reason
+    if plain_s > 1:
+        assert "reference" in reason and "of its memory" in reason
