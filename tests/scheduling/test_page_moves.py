@@ -67,6 +67,22 @@ def test_an_unwritten_page_that_is_evicted_is_dropped():
     engine.check_outputs()
 
 
+@pytest.mark.parametrize("store_pages", [1, 3])
+def test_so_many_pages_are_written_at_a_time_and_all_in_the_end(store_pages):
+    """However slow the copies are, and however many pages come."""
+    engine, most = make_tiered(40, store_pages=store_pages), 0
+    engine.runner.tiers.delay_rate = 0.7
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(make_ask(f"r{index}", prompt, 3))
+    for _ in range(400):
+        engine.step()
+        moves = [move for move, _ in engine.runner.tiers.moving.values() if move.target == "host"]
+        most = max(most, sum(move.num_pages for move in moves))
+    engine.drain()
+    assert most == store_pages
+    assert engine.scheduler.stats().tiers.host.written_pages_total == 4 * 32 // 4
+
+
 def test_a_late_copy_is_computed_instead_and_its_pages_stay_apart():
     clock = Clock()
     engine = make_tiered(clock=clock)
