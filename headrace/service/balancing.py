@@ -174,31 +174,31 @@ class PrefixIndex:
     as in the replica's own cache.
 
     A prefix is always more recent than its extensions. So what is forgotten is never the beginning of what is kept,
-    and the length of a match can be found by bisection.
+    and the length of a match can be found by bisection. ``known``: the keys, the least recently used first.
     """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
-        self._keys: OrderedDict[int, None] = OrderedDict()
+        self.known: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.known)
 
     def match(self, keys: Sequence[int]) -> int:
         """How many of the keys, from the first on, are known."""
-        if not keys or keys[0] not in self._keys:
+        if not keys or keys[0] not in self.known:
             return 0
-        if keys[-1] in self._keys:
+        if keys[-1] in self.known:
             return len(keys)
-        return bisect_left(keys, True, key=lambda key: key not in self._keys)
+        return bisect_left(keys, True, key=lambda key: key not in self.known)
 
     def note(self, keys: Sequence[int]) -> None:
         """The replica gets a prompt with these keys."""
         for key in reversed(keys[: self._capacity]):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        while len(self._keys) > self._capacity:
-            self._keys.popitem(last=False)
+            self.known[key] = None
+            self.known.move_to_end(key)
+        while len(self.known) > self._capacity:
+            self.known.popitem(last=False)
 
 
 class CacheAware:
@@ -217,25 +217,29 @@ class CacheAware:
 
     def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaState]) -> Choice:
         """See `Policy`."""
-        keys = prefix_keys(request)
-        matches = {r.index: self._seen_by(r).match(keys) * BLOCK for r in replicas}
+        keys, last = prefix_keys(request), self._last
+        seen = [self._seen_by(r) for r in replicas]
+        first = keys[0] if keys else 0
+        matches = [index.match(keys) * BLOCK if first in index.known else 0 for index in seen]
+        loads = [r.prefill_tokens + r.running_tokens for r in replicas]  # `load`, without a call for each
+        least_load = min(loads)
         # Of equally loaded ones: the longest match, then the emptiest cache, so that all caches are used; then in turn.
         least = min(
-            replicas,
-            key=lambda r: (r.load, -matches[r.index], len(self._seen[r.index]), r.index <= self._last, r.index)
-        )
+            (-matches[at], len(seen[at].known), replicas[at].index <= last, at)
+            for at, load in enumerate(loads) if load == least_load
+        )[-1]
         best, most = least, 0
-        for replica in replicas:
-            gain = matches[replica.index] - matches[least.index]
+        for at, match in enumerate(matches):
+            gain = match - matches[least]
             if gain <= 0:
                 continue
-            slack = TOKENS_PER_SAVED * gain + LOAD_SHARE * least.load * gain / max(1, len(request.token_ids))
-            is_better = gain > most or (gain == most and replica.load < best.load)
-            if is_better and replica.load <= least.load + slack:
-                best, most = replica, gain
-        self._seen[best.index].note(keys)
-        self._last = best.index
-        return Choice(best.index, matches[best.index])
+            slack = TOKENS_PER_SAVED * gain + LOAD_SHARE * least_load * gain / max(1, len(request.token_ids))
+            is_better = gain > most or (gain == most and loads[at] < loads[best])
+            if is_better and loads[at] <= least_load + slack:
+                best, most = at, gain
+        seen[best].note(keys)
+        self._last = replicas[best].index
+        return Choice(self._last, matches[best])
 
     def forget(self, index: int) -> None:
         """See `Policy`."""

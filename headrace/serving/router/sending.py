@@ -45,8 +45,7 @@ class Sender:
     ) -> Exchange:
         """Begin an exchange; ``on_end`` is called when its response is complete, or the worker was lost."""
         def end(error: Exception | None) -> None:
-            worker.relays.discard(sink)
-            worker.load -= request.tokens
+            worker.release(sink, request.tokens)
             if error is None:
                 self._metrics.count(worker.url, str(sink.status))
                 worker.note_outcome(failed=sink.status in FAILURE_STATUSES)
@@ -58,6 +57,5 @@ class Sender:
             if on_end is not None:
                 on_end()
 
-        worker.relays.add(sink)
-        worker.load += request.tokens
+        worker.admit(sink, request.tokens)
         return worker.client.start(request.method, request.target, request.headers, request.body, sink, end)

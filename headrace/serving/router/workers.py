@@ -102,6 +102,7 @@ class Worker:
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
     bootstrap_port: int = 0
     silent_s: float = 0.0
+    _state: ReplicaState | None = field(default=None, init=False, repr=False)
 
     @property
     def host(self) -> str:
@@ -124,12 +125,28 @@ class Worker:
         if self.health != "ready" or self.is_draining:
             return False
         breaker = self.breaker
-        return breaker.is_closed or (not self.relays and not breaker.is_resting)
+        return breaker.failures < breaker.most or (not self.relays and not breaker.is_resting)  # `is_closed`
 
     @property
     def state(self) -> ReplicaState:
-        """For a balancing policy."""
-        return ReplicaState(self.index, num_running=len(self.relays), prefill_tokens=self.load, name=self.url)
+        """For a balancing policy. Kept until it changes: each request asks it of all workers."""
+        if self._state is None:
+            self._state = ReplicaState(
+                self.index, num_running=len(self.relays), prefill_tokens=self.load, name=self.url
+            )
+        return self._state
+
+    def admit(self, relay: Running, tokens: int) -> None:
+        """A request begins there."""
+        self.relays.add(relay)
+        self.load += tokens
+        self._state = None
+
+    def release(self, relay: Running, tokens: int) -> None:
+        """A request has ended."""
+        self.relays.discard(relay)
+        self.load -= tokens
+        self._state = None
 
     def note_outcome(self, *, failed: bool) -> None:
         """Note how a request to it ended, for the circuit breaker."""
