@@ -136,12 +136,12 @@ class Router:
 
     def _expect_body(self, request: ClientRequest) -> None:
         limit = request.body_limit = self._options.max_body_bytes
-        for name, value in request.scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise BodyTooLarge(f"the body has {int(value)} bytes; at most {limit} are accepted")
+        declared = request.given.get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > limit:
+            raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limit} are accepted")
 
     async def _broadcast(self, request: ClientRequest, body: bytes) -> None:
-        answer = await self._forwarder.broadcast(request.scope, body)
+        answer = await self._forwarder.broadcast(request, body)
         request.respond(EncodedResponse(answer or b"{}"))
 
     def _health(self, request: ClientRequest) -> Response:

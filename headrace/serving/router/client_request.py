@@ -69,22 +69,24 @@ class Answering(Protocol):
 
 
 class ClientRequest:
-    """A request whose head has come. ``scope`` is ASGI's, which gates and errors read. ``parts`` is its body as far as
-    it has come, of ``num_bytes``, at most ``body_limit``; what comes after an early response is not kept. ``entry`` and
-    ``undo`` are the front's.
+    """A request whose head has come. ``scope`` is ASGI's, which gates and errors read; ``given`` has the first header
+    of each name. ``parts`` is the body as far as it has come, of ``num_bytes``, at most ``body_limit``; what comes
+    after an early response is not kept. ``entry`` and ``undo`` are the front's.
 
     A response is sent by `respond`, or by `begin`, `write` and `end`; these do nothing once it has ended or the client
     has left. ``status`` is that of the response; 500 until there is one."""
 
     __slots__ = (
-        "_head", "_is_bodiless", "_is_chunked", "_wire", "answering", "body_limit", "entry",
-        "expects_continue", "has_response", "is_begun", "is_ended", "is_lost", "is_taken", "is_whole", "keeps_alive",
-        "num_bytes", "parts", "path", "scope", "status", "undo",
+        "_head", "_is_bodiless", "_is_chunked", "_wire", "answering", "body_limit", "entry", "expects_continue",
+        "given", "has_response", "is_begun", "is_ended", "is_lost", "is_taken", "is_whole", "keeps_alive", "num_bytes",
+        "parts", "path", "scope", "status", "undo",
     )
 
-    def __init__(self, wire: Wire, scope: Scope, *, keeps_alive: bool, expects_continue: bool):
+    def __init__(self, wire: Wire, scope: Scope, *, keeps_alive: bool):
         self._wire, self.scope, self.path = wire, scope, path_of(scope)
-        self.keeps_alive, self.expects_continue = keeps_alive, expects_continue
+        self.given: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self.keeps_alive = keeps_alive
+        self.expects_continue = self.given.get(b"expect", b"").lower() == b"100-continue"
         self.parts: list[bytes] = []
         self.num_bytes = self.body_limit = 0
         self.status, self._head = 500, b""

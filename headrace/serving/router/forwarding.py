@@ -37,8 +37,8 @@ OWN_HEADERS = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 """Headers of the connection to the router, or set anew for the worker."""
 FORWARDED_FOR = b"x-forwarded-for"
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-SESSION_HEADERS = frozenset({b"x-session-id", b"x-affinity-key"})
-"""Name a conversation, for the policy consistent-hash."""
+SESSION_HEADERS = (b"x-session-id", b"x-affinity-key")
+"""Name a conversation, for the policy consistent-hash; the first one given counts."""
 
 
 class Forwarder:
@@ -57,26 +57,26 @@ class Forwarder:
         begin, view, scope = time.perf_counter(), view_prompt(body), client.scope
         hint = pack_hint(view.hint)
         request = WorkerRequest(
-            scope["method"], _target_of(scope), self._headers_for_worker(scope), body, len(hint) + OUTPUT_TOKENS
+            scope["method"], _target_of(scope), self._headers_for_worker(client), body, len(hint) + OUTPUT_TOKENS
         )
         if self._pairing is not None:
             request = self._pairing.strip(client.path, request)
         model = text_of(view.model)
         # Prompts of different models or salts share no cache.
-        routed = RoutedRequest(hint, f"{model} {text_of(view.cache_salt)}", _affinity(view, scope))
+        routed = RoutedRequest(hint, f"{model} {text_of(view.cache_salt)}", _affinity(view, client.given))
         self.metrics.prompt_tokens.inc(len(hint))
         _Passage(self, _Asked(client.path, view, model, routed, request, begin), client).ask_next()
 
-    async def broadcast(self, scope: Scope, body: bytes) -> bytes:
+    async def broadcast(self, client: ClientRequest, body: bytes) -> bytes:
         """Send a request to all workers that can be reached, which have `BROADCAST_S` to answer; returns the body of a
         successful response, if any."""
-        headers, target = self._headers_for_worker(scope), _target_of(scope)
+        headers, target, method = self._headers_for_worker(client), _target_of(client.scope), client.scope["method"]
 
         async def ask(worker: Worker) -> bytes:
             response = HttpResponse()
             try:
                 async with asyncio.timeout(BROADCAST_S):
-                    await worker.client.forward(scope["method"], target, headers, body, response)
+                    await worker.client.forward(method, target, headers, body, response)
             except (OSError, ValueError):  # `TimeoutError` too; a worker that is lost holds no requests either
                 return b""
             return response.body if response.status == 200 else b""
@@ -112,16 +112,16 @@ class Forwarder:
                 while len(self._stored) > MAX_STORED:
                     self._stored.popitem(last=False)
 
-    def _headers_for_worker(self, scope: Scope) -> RawHeaders:
-        headers, hops = end_to_end(scope["headers"], self._dropped), []
+    def _headers_for_worker(self, client: ClientRequest) -> RawHeaders:
+        headers, hops = end_to_end(client.scope["headers"], self._dropped), []
         if self._key is not None:
             headers.append((b"authorization", b"Bearer " + self._key.encode()))
-        if FORWARDED_FOR in dict(headers):
+        if FORWARDED_FOR in client.given:
             hops = [value for name, value in headers if name == FORWARDED_FOR]
             headers = [header for header in headers if header[0] != FORWARDED_FOR]
-        client = scope.get("client")
-        if client:
-            hops.append(client[0].encode())
+        address = client.scope.get("client")
+        if address:
+            hops.append(address[0].encode())
         if hops:
             headers.append((FORWARDED_FOR, b", ".join(hops)))
         return headers
@@ -206,10 +206,10 @@ def _target_of(scope: Scope) -> bytes:
     return target + b"?" + query if query else target
 
 
-def _affinity(view: PromptView, scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name in SESSION_HEADERS:
-            return str(value.decode("latin-1"))
+def _affinity(view: PromptView, given: dict[bytes, bytes]) -> str:
+    for name in SESSION_HEADERS:
+        if name in given:
+            return given[name].decode("latin-1")
     return text_of(view.prompt_cache_key)
 
 

@@ -13,7 +13,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from headrace.base.errors import HeadraceError
 from headrace.serving.http.transport.access import OPEN_PATHS, LedgerEntry, cors_options, open_gates, read_proxies
-from headrace.serving.http.transport.errors import respond_error
+from headrace.serving.http.transport.errors import CLIENT_CLOSED_REQUEST, respond_error
 from headrace.serving.http_client import RawHeaders
 from headrace.serving.router.app import RELAYED, Router
 from headrace.serving.router.client_request import ClientRequest
@@ -104,5 +104,8 @@ class RouterFront:
     def end(self, request: ClientRequest) -> None:
         """See `Front`."""
         self._router.end(request)
-        if request.entry is not None:
-            request.entry.close()
+        entry = request.entry
+        assert entry is not None, "it has begun"
+        if request.is_lost and not request.has_response:
+            entry.status = CLIENT_CLOSED_REQUEST
+        entry.close()

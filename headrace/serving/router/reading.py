@@ -89,11 +89,8 @@ class RequestReader:
             "path": unquote(path) if "%" in path else path, "raw_path": url.path, "query_string": url.query or b"",
             "headers": self._headers, "client": self.client, "scheme": "http",
         }
-        expects_continue = dict(self._headers).get(b"expect", b"").lower() == b"100-continue"
         keeps_alive = version == "1.1" and self._parser.should_keep_alive()
-        self.requests.append(
-            ClientRequest(self._wire, scope, keeps_alive=keeps_alive, expects_continue=expects_continue)
-        )
+        self.requests.append(ClientRequest(self._wire, scope, keeps_alive=keeps_alive))
 
     def on_body(self, piece: bytes) -> None:
         if not self.is_over:

@@ -44,7 +44,7 @@ def whole_requests(draw: st.DrawFn) -> bytes:
 @st.composite
 def cut(draw: st.DrawFn, whole: bytes) -> list[bytes]:
     """The bytes in pieces, none of which is empty."""
-    if draw(st.booleans()) and len(whole) < 300:
+    if len(whole) < 200 and draw(st.booleans()):
         return [bytes([byte]) for byte in whole]
     cuts = sorted(set(draw(st.lists(st.integers(0, len(whole)), max_size=8))))
     return [piece for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True) if (piece := whole[begin:end])]
@@ -108,7 +108,7 @@ def read_by_h11(whole: bytes) -> tuple[list[Found], bool]:
         return requests, True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_requests_are_those_of_another_parser_however_they_are_cut(data: st.DataObject):
     whole = b"".join(data.draw(st.lists(whole_requests(), min_size=1, max_size=4)))
@@ -116,7 +116,7 @@ def test_requests_are_those_of_another_parser_however_they_are_cut(data: st.Data
     assert read(data.draw(cut(whole))) == (expected, is_refused) == (expected, False)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_damaged_requests_have_no_second_meaning(data: st.DataObject):
     """Cuts change nothing, nothing but a refusal comes of damage, and what both parsers take for a request is the same

@@ -118,7 +118,7 @@ def responses(draw: st.DrawFn) -> tuple[bytes, int, bytes, bool]:
     return head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n", status, body, False
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_request_gets_the_response_of_its_worker(data: st.DataObject):
     """Pipelined or not, in whatever pieces the bytes of both sides come, and whoever pauses whom."""
@@ -177,7 +177,7 @@ BROKEN = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_what_a_broken_worker_sent_is_never_taken_for_a_response(data: st.DataObject):
     """It is asked of the others, or told: by a status, by an event, or by an incomplete body. Clients that leave at any
@@ -284,6 +284,19 @@ async def test_a_client_has_a_time_for_all_it_sends(monkeypatch: pytest.MonkeyPa
                 await asyncio.sleep(0.005)
         assert len(read_responses(bytes(client.sent), 3, is_over=True)) == num_answered
         assert loop.time() - begin >= (0.3 if is_idle else 0.02)
+
+
+async def test_clients_that_leave_are_no_failures_of_the_router():
+    memory = MemoryRouter(1)
+    for pieces in ([post(b"{}")], [post(b"{}")[:-1]]):
+        client = memory.connect()
+        for piece in pieces:
+            client.receive(piece)
+        await settle()
+        client.lose(ConnectionResetError())
+    memory.check_idle()
+    text = memory.router.metrics.render().decode()
+    assert 'headrace_http_requests_total{method="POST",route="/v1/completions",status="499"} 2.0' in text
 
 
 async def test_a_slow_body_that_makes_progress_is_accepted(monkeypatch: pytest.MonkeyPatch):

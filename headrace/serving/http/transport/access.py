@@ -340,13 +340,9 @@ class LedgerEntry:
         self._metrics, self._routes, self._scope, self._has_log = metrics, routes, scope, has_log
         self.status, self._begin = 500, time.perf_counter()  # 500 if there is no response
         self._state = scope.setdefault("state", {})
-        given, self._is_anthropic = None, False
-        for name, value in scope["headers"]:
-            if name == b"x-request-id":
-                given = given or value.decode("latin-1")
-            elif name == b"anthropic-version":
-                self._is_anthropic = True
-        self._state["request_id"] = read_request_id(given)
+        given = dict(reversed([*scope["headers"]]))  # the first of each name
+        self._is_anthropic = b"anthropic-version" in given
+        self._state["request_id"] = read_request_id(given.get(b"x-request-id", b"").decode("latin-1"))
         metrics.num_active += 1
 
     def note_response(self, status: int) -> list[tuple[bytes, bytes]]:
