@@ -1,8 +1,8 @@
-"""Experts in codes beside plain ones, on one GPU: ``python -m benchmarks.coded_experts [--tokens 1 16 64 256 1024]``.
+"""Experts in codes beside plain ones, on one GPU: ``python -m benchmarks.coded_experts [--tokens 1 16 64] [--few]``.
 
 For shapes of whole layers, microseconds from choices to sums (cold cache): plain, in codes, and in codes with other
 tiles and numbers of programs; before, bytes of the chosen experts' codes over the time. For up to four tokens also
-captured chains of steps with other choices, by block shape of the own CUDA C++.
+captured chains of steps with other choices, by block shape of the own CUDA C++; ``--few``: only these.
 """
 
 from __future__ import annotations
@@ -105,11 +105,13 @@ def run_few(name: str, num_tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 64, 256, 1024])
-    tokens = parser.parse_args().tokens
+    parser.add_argument("--few", action="store_true")
+    args = parser.parse_args()
     for name in SHAPES:
-        for num_tokens in (1, 2, 4):
+        for num_tokens in (tokens for tokens in (1, 2, 4) if not args.few or tokens in args.tokens):
             run_few(name, num_tokens)
-        run_shape(name, tokens)
+        if not args.few:
+            run_shape(name, args.tokens)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,23 @@ __device__ __forceinline__ void fill(
             step.chunk * UNIT);
 }
 
+// The row of the weight of a step that is `local` in the tile.
+__device__ __forceinline__ int row_of(const Call &call, const Shared &s, const Step &step, int local) {
+  return s.experts[step.expert] * call.rows_each + step.tile * TILE_OUTPUTS +
+         (DOWN || local < 32 ? local : local - 32 + call.outputs);
+}
+
+// Ask for the scales of all steps into the L2: they come from memory, and a stage ahead is too late for that.
+__device__ __forceinline__ void prefetch_scales(const Call &call, const Shared &s, const Work &w, int total) {
+  for (int at = threadIdx.x; at < 2 * total; at += MATH) {  // halves of 32 rows
+    const Step step(call, w, at / 2);
+    const int first = row_of(call, s, step, at % 2 * 32), last = (first + 31) / call.shared;
+    for (int row = first / call.shared; row <= last; row++)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(
+                       call.scales + int64(row) * call.table + min(step.chunk * UNIT, call.table - 1)) : "memory");
+  }
+}
+
 // Rows of x in FP8: of tokens the program's part of inputs, or for DOWN of pairs all inputs, for each own expert.
 __device__ __forceinline__ void stage_rows(const Call &call, const Shared &s, const Work &w, uint32 x, float *x_scales) {
   const int from = w.first_chunk * UNIT * BLOCK, width = min(w.count * UNIT * BLOCK, call.inputs - from);
@@ -227,6 +244,8 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     }
     asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
   }
+  // the map itself comes from memory as well
+  if (threadIdx.x == MATH) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
   for (int at = threadIdx.x; at < call.x_blocks * X_BLOCK / 16; at += THREADS) x_memory[at] = uint4{0, 0, 0, 0};
   for (int at = threadIdx.x; at < call.x_blocks * COLUMNS; at += THREADS) x_scales[at] = 0.f;
   for (int at = threadIdx.x; at < MOST_PAIRS * MOST_TOKENS; at += THREADS) s.pairs[at / MOST_TOKENS][at % MOST_TOKENS] = -1;
@@ -256,6 +275,23 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
   } else {
+    auto read_scales = [&](float (&to)[2][EACH], int nth) {
+      if (nth >= total) return;
+      const Step step(call, w, nth);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int local = warp * 16 + lane / 4 + 8 * i;
+        const int row = row_of(call, s, step, local);
+        const float *table = call.scales + int64(call.shared == 1 ? row : row / call.shared) * call.table;
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+          asm volatile("ld.global.nc.f32 %0, [%1];"  // volatile, to be asked for here
+                       : "=f"(to[i][e]) : "l"(table + min(step.chunk * UNIT + e * GROUPS + group, call.table - 1)));
+      }
+    };
+    float scales[2][EACH];
+    read_scales(scales, 0);
+    prefetch_scales(call, s, w, total);
     if (DOWN) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -264,22 +300,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     stage_rows(call, s, w, x, x_scales);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what threads have written
     sync_math();
-    auto read_scales = [&](float (&to)[2][EACH], int nth) {
-      if (nth >= total) return;
-      const Step step(call, w, nth);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int local = warp * 16 + lane / 4 + 8 * i;
-        const int row = s.experts[step.expert] * call.rows_each + step.tile * TILE_OUTPUTS +
-                        (DOWN || local < 32 ? local : local - 32 + call.outputs);
-        const float *table = call.scales + int64(call.shared == 1 ? row : row / call.shared) * call.table;
-#pragma unroll
-        for (int e = 0; e < EACH; e++)
-          to[i][e] = __ldg(table + min(step.chunk * UNIT + e * GROUPS + group, call.table - 1));
-      }
-    };
-    float scales[2][EACH];
-    read_scales(scales, 0);
     int slot = 0;
     uint32 parity = 0;
     for (int nth_item = 0, nth = 0; nth_item < w.items; nth_item++) {
