@@ -5,8 +5,8 @@
 // inputs of a row the right one. Columns 0 to 3 are tokens, zeros for those that did not choose the expert; columns 4 to 7
 // have what rounding them left, times 16: together they are as exact as the bfloat16 that they came from. A tile has
 // 64 rows of the weight, 32 of gate and the same of up, or for DOWN 64 outputs, of all experts in turn. SPLITS blocks, a
-// cluster, share a tile's inputs, or its experts; each of GROUPS warpgroups keeps sums of its own, and only at the end do
-// all meet and add up in a fixed order.
+// cluster, share a tile's inputs, or its experts; each of GROUPS warpgroups keeps sums of its own and sends those of a
+// tile to one of the blocks, which adds up all in a fixed order.
 //
 // Compiled by NVRTC for bfloat16 x. Macros: DOWN 0 or 1; UNIT blocks of 128 inputs in a stage; STAGES of
 // the ring; GROUPS; SPLITS.
@@ -35,16 +35,27 @@ struct Call {
 };
 
 struct Shared {
-  uint64 full[STAGES], empty[STAGES];
-  int count;                           // of distinct experts
+  uint64 full[STAGES], empty[STAGES], there;    // there: waits for the bytes of all sums
+  int count;                                    // of distinct experts
   int experts[MOST_PAIRS];
-  int pairs[MOST_PAIRS][MOST_TOKENS];  // of expert and token; -1 for none
-  float factors[MOST_PAIRS];           // of pairs
+  signed char pairs[MOST_PAIRS][MOST_TOKENS];   // of expert and token; -1 for none
+  float factors[MOST_PAIRS];                    // of pairs
 };
 
 __device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(MATH) : "memory"); }
-__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// A float to the same place in another program of the cluster, whose barrier counts its bytes.
+__device__ __forceinline__ void send_to(int program, uint32 to, uint32 bar, float v) {
+  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [bar]; }"
+               ::"r"(to), "r"(bar), "r"(program), "f"(v) : "memory");
+}
+// As `wait_for`, for what programs of the cluster have sent.
+__device__ __forceinline__ void wait_for_cluster(uint32 bar) {
+  asm volatile("{ .reg .pred done;\n"
+               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra AGAIN; }" ::"r"(bar), "r"(0) : "memory");
+}
 
 // UNIT blocks from `block` on of 64 rows of the weight from `row` on, or of 32 of gate and of up
 __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint32 bar, int row, int block) {
@@ -187,26 +198,31 @@ __device__ __forceinline__ void stage_rows(const Call &call, const Shared &s, co
   }
 }
 
+// Where the sum of a row and token is kept by the program that adds up: of its items, programs and warpgroups.
+__device__ __forceinline__ int place_of(int tokens, int own, int split, int group, int token, int row) {
+  return (((own * SPLITS + split) * GROUPS + group) * tokens + token) * TILE + row;
+}
 // Sums of all programs and warpgroups, in a fixed order.
-__device__ __forceinline__ float add_parts(const float *parts, int tokens, int nth, int token, int row) {
+__device__ __forceinline__ float add_parts(const float *parts, int tokens, int own, int token, int row) {
   float value = 0.f;
 #pragma unroll
   for (int split = 0; split < SPLITS; split++)
 #pragma unroll
-    for (int group = 0; group < GROUPS; group++)
-      value += load_of(parts + ((nth * GROUPS + group) * tokens + token) * TILE + row, split);
+    for (int group = 0; group < GROUPS; group++) value += parts[place_of(tokens, own, split, group, token, row)];
   return value;
 }
 
+// Programs of a cluster take its tiles in turns; so many.
+__device__ __forceinline__ int count_own(const Work &w) { return (w.items - w.split + SPLITS - 1) / SPLITS; }
+
 __device__ __forceinline__ void finish(const Call &call, const Shared &s, const Work &w, const float *parts) {
-  // programs of a cluster take its tiles in turns
-  const int mine = (w.items - w.split + SPLITS - 1) / SPLITS, each = call.tokens * TILE_OUTPUTS;
+  const int each = call.tokens * TILE_OUTPUTS, mine = count_own(w);
   for (int at = threadIdx.x; at < mine * each; at += THREADS) {
-    const int nth = at / each * SPLITS + w.split, token = at % each / TILE_OUTPUTS, row = at % TILE_OUTPUTS;
-    const int item = w.first + nth * w.apart;
+    const int own = at / each, token = at % each / TILE_OUTPUTS, row = at % TILE_OUTPUTS;
+    const int item = w.first + (own * SPLITS + w.split) * w.apart;
     if (DOWN) {
       const int output = item * TILE + row;
-      float value = add_parts(parts, call.tokens, nth, token, row);
+      float value = add_parts(parts, call.tokens, own, token, row);
       if (call.bias)
         for (int j = 0; j < s.count; j++)
           if (s.pairs[j][token] >= 0)
@@ -216,8 +232,8 @@ __device__ __forceinline__ void finish(const Call &call, const Shared &s, const 
       const int tiles = call.outputs / TILE_OUTPUTS, expert = item / tiles, pair = s.pairs[expert][token];
       if (pair < 0) continue;
       const int output = (item - expert * tiles) * TILE_OUTPUTS + row;
-      float gate = add_parts(parts, call.tokens, nth, token, row);
-      float up = add_parts(parts, call.tokens, nth, token, row + TILE_OUTPUTS);
+      float gate = add_parts(parts, call.tokens, own, token, row);
+      float up = add_parts(parts, call.tokens, own, token, row + TILE_OUTPUTS);
       if (call.bias) {
         const uint16 *bias = call.bias + int64(s.experts[expert]) * call.rows_each + output;
         gate += widen(bias[0]), up += widen(bias[call.outputs]);
@@ -242,6 +258,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       init_barrier(shared_address(&s.full[slot]), 1);
       init_barrier(shared_address(&s.empty[slot]), WARPS);
     }
+    init_barrier(shared_address(&s.there), 1);
     asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
   }
   // the map itself comes from memory as well
@@ -250,6 +267,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   for (int at = threadIdx.x; at < call.x_blocks * COLUMNS; at += THREADS) x_scales[at] = 0.f;
   for (int at = threadIdx.x; at < MOST_PAIRS * MOST_TOKENS; at += THREADS) s.pairs[at / MOST_TOKENS][at % MOST_TOKENS] = -1;
   __syncthreads();
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");  // the barrier may be used
   // Ids were written before the first kernel started: the second one may read them at once, and the weights that they
   // choose. All else waits.
   if (!DOWN) {
@@ -260,6 +278,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   const Work w = share_work(call, s);
   const int total = w.items * w.each;
   if (group == GROUPS) {
+    if (lane == 0) expect_bytes(shared_address(&s.there), count_own(w) * SPLITS * GROUPS * call.tokens * TILE * 4);
     int slot = 0;
     uint32 parity = 1;  // of an empty ring
     for (int nth = 0; nth < total; nth++) {
@@ -300,6 +319,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     stage_rows(call, s, w, x, x_scales);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what threads have written
     sync_math();
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // all programs have begun
     int slot = 0;
     uint32 parity = 0;
     for (int nth_item = 0, nth = 0; nth_item < w.items; nth_item++) {
@@ -343,14 +363,17 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       for (int i = 0; i < 4; i++) {
         const int token = 2 * (lane % 4) + i % 2;
         const float both = sum[i] + __shfl_xor_sync(~0u, sum[i], 2);  // and of what rounding left
-        if (token < call.tokens)
-          parts[((nth_item * GROUPS + group) * call.tokens + token) * TILE + warp * 16 + lane / 4 + 8 * (i / 2)] = both;
+        if (token < call.tokens) {
+          const int row = warp * 16 + lane / 4 + 8 * (i / 2);
+          const float *to = parts + place_of(call.tokens, nth_item / SPLITS, w.split, group, token, row);
+          send_to(nth_item % SPLITS, shared_address(to), shared_address(&s.there), both);
+        }
       }
     }
   }
-  arrive_in_cluster();
-  await_cluster();
+  // No barrier of the cluster here: it would be a fence of the GPU's memory too. Who adds nothing up ends.
+  if (group == GROUPS) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  if (count_own(w) == 0) return;
+  wait_for_cluster(shared_address(&s.there));
   finish(call, s, w, parts);
-  arrive_in_cluster();  // others may still read what is shared here
-  await_cluster();
 }

@@ -113,12 +113,12 @@ class Product(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Alignment, the ring, x and its scales, what is known of experts, and sums."""
-        unit, stages, groups, _ = self.form.shape
-        items = ceil_div(self.num_tiles, self.num_clusters)
-        known = 16 * stages + 4 * (2 + MOST_PAIRS * (MOST_TOKENS + 2))
+        unit, stages, groups, splits = self.form.shape
+        own = ceil_div(ceil_div(self.num_tiles, self.num_clusters), splits)
+        known = 16 * stages + 8 + 4 * 2 + MOST_PAIRS * (MOST_TOKENS + 8)
         return (
             1024 + stages * unit * TILE * BLOCK + self.x_blocks * COLUMNS * (BLOCK + 4) + known
-            + items * groups * self.num_tokens * TILE * 4
+            + own * splits * groups * self.num_tokens * TILE * 4
         )
 
     def view_weight(self) -> tuple[torch.Tensor, tuple[int, ...]]:
