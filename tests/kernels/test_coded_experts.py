@@ -17,7 +17,7 @@ from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.kernels.coded_linear.reference import dequantise
-from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
+from headrace.kernels.cuda_source import RESERVED_BYTES, SM_BYTES, CudaSourceError, cache_compiled
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.moe import CODED_EXPERTS, coded_few, fp8_few, reference
 from headrace.kernels.operation import KernelQuery
@@ -157,6 +157,24 @@ def test_fp8_stages_hold_gate_beside_up_of_each_expert(form: str):
     assert torch.equal(products[1].view_weight()[0][0, 576:640], down.codes.view(torch.uint8)[576:640])
     assert all(product.shared_bytes <= fp8_few.MOST_SHARED_BYTES for product in products)
     assert fp8_few.plan((gate_up, None), (down, None), torch.ones(2, 2), 132) is None
+
+
+def test_down_of_fp8_experts_fits_beside_gate_and_up():
+    """The shape of Qwen3-30B-A3B; blocks of gate and up do not fit beside each other."""
+    shapes = ((2 * 768, 2048), (2048, 768))
+    number = torch.zeros(1).to(torch.float8_e4m3fn)
+    codes = [
+        DeviceCodes(
+            Code.E4M3, inputs, number.expand(128 * rows, inputs), torch.ones(rows, inputs // 128), 128, rows=128
+        )
+        for rows, inputs in shapes
+    ]
+    products = fp8_few.plan((codes[0], None), (codes[1], None), torch.ones(1, 8), 132)
+    assert products is not None
+    gate_up, down = (product.asked_bytes + RESERVED_BYTES for product in products)
+    assert gate_up + down <= SM_BYTES < 2 * gate_up
+    few = fp8_few.plan((codes[0], None), (codes[1], None), torch.ones(1, 2), 132)
+    assert few is not None and 2 * (few[1].asked_bytes + RESERVED_BYTES) > SM_BYTES, "multiprocessors without gate"
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 4), (3, 4), (4, 16), (4, 17), (5, 4)])

@@ -82,6 +82,8 @@ class Product(NamedTuple):
     num_tokens: int
     top_k: int
     sms: int
+    is_beside: bool = False
+    """Whether it begins while a block of the product before it is on every multiprocessor."""
 
     @property
     def rows_each(self) -> int:
@@ -121,6 +123,12 @@ class Product(NamedTuple):
             + own * splits * groups * self.num_tokens * TILE * 4
         )
 
+    @property
+    def asked_bytes(self) -> int:
+        """Dynamic shared memory of a launch. Gate and up keep their blocks apart; where they have a block on every
+        multiprocessor, these leave room for one of down, which asks for its weights meanwhile."""
+        return self.shared_bytes if self.is_beside else keep_apart(self.shared_bytes)
+
     def view_weight(self) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Codes as bytes, [K / 128, rows, 128], or [K / 128, gate or up, rows, 128], and a stage of them."""
         codes, stride = self.weight.codes.view(torch.uint8), self.weight.codes.stride(0)
@@ -142,7 +150,7 @@ class Product(NamedTuple):
         shape, box = self.form.shape, describe_boxes(*self.view_weight())
         self.form.load(x.device).launch(
             self.num_clusters * shape.splits, 128 * shape.groups + 32, box, call, is_dependent=True,
-            shared_bytes=keep_apart(self.shared_bytes),
+            shared_bytes=self.asked_bytes,
         )
 
 
@@ -166,18 +174,19 @@ def plan(
         return None
     if not takes(down[0]) or width % TILE or inner % (TILE // 2) or sms < DOWN_SHAPE.splits:
         return None
-    products = (
-        Product(Form(GATE_UP_SHAPE, False), *gate_up, None, inner, num_tokens, top_k, sms),
-        Product(Form(DOWN_SHAPE, True), *down, weights, width, num_tokens, top_k, sms),
-    )
-    return products if all(product.shared_bytes <= MOST_SHARED_BYTES for product in products) else None
+    first = Product(Form(GATE_UP_SHAPE, False), *gate_up, None, inner, num_tokens, top_k, sms)
+    is_everywhere = (first.num_clusters + 1) * GATE_UP_SHAPE.splits > sms
+    second = Product(Form(DOWN_SHAPE, True), *down, weights, width, num_tokens, top_k, sms, is_everywhere)
+    return (first, second) if max(first.shared_bytes, second.shared_bytes) <= MOST_SHARED_BYTES else None
 
 
 @cache_compiled
 def find_kernel(form: Form, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     shape = form.shape
-    return load_kernel(
+    kernel = load_kernel(
         "fp8_few", device, MOST_SHARED_BYTES, DOWN=int(form.is_down), UNIT=shape.unit, STAGES=shape.stages,
         GROUPS=shape.groups, SPLITS=shape.splits,
     )
+    kernel.share_multiprocessors()
+    return kernel
