@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.cuda_kernels import time_calls
 from benchmarks.roofline import BANDWIDTH
-from headrace.kernels.coded_linear.codes import CodedMatrix
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.expand import expand
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
-from headrace.kernels.moe import coded, coded_few
+from headrace.kernels.moe import coded, coded_few, fp8_few
 from headrace.kernels.moe.coded import Tile
 from headrace.kernels.moe.coded_few import Shape
 from headrace.kernels.moe.experts import run_experts_pdl
@@ -35,6 +35,7 @@ TILES = [Tile(16, 64, 4, stages) for stages in (2, 3, 4)] + [
     Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 128, 8, 4), Tile(128, 128, 8, 2)
 ]
 PROGRAMS = (0, 400, 800, 1600)
+FP8_DOWN_SHAPES = [fp8_few.Shape(*numbers) for numbers in ((2, 6, 2, 2), (4, 3, 2, 4), (2, 5, 2, 4))]
 FEW_SHAPES = [Shape(*numbers) for numbers in ((12, 2, 4), (12, 4, 2), (12, 3, 4), (16, 2, 4), (8, 4, 4))]
 
 
@@ -92,10 +93,17 @@ def run_few(name: str, num_tokens: int) -> None:
         "triton": time_calls([partial(coded.run_experts_pdl, *step) for step in steps]),
         "chosen": time_calls([partial(coded_few.run_experts, *step) for step in steps]),
     }
-    for shape in FEW_SHAPES:
-        coded_few.SHAPES = (shape, *chosen)
+    is_fp8, down_shape = layers[0][0][0].code is Code.E4M3, fp8_few.DOWN_SHAPE
+    if is_fp8:  # of which a wave of down has fewer than it needs, if clusters of four do not all run at once
+        kernel = fp8_few.Form(down_shape, True).load(x.device)
+        print(f"clusters of {down_shape.splits} at once: {kernel.count_clusters(down_shape.splits, 288)}", flush=True)
+    for shape in FP8_DOWN_SHAPES if is_fp8 else FEW_SHAPES if layers[0][0][0].code is Code.E2M1 else ():
+        if isinstance(shape, fp8_few.Shape):
+            fp8_few.DOWN_SHAPE = shape
+        else:
+            coded_few.SHAPES = (shape, *chosen)  # type: ignore[assignment]
         found["/".join(map(str, shape))] = time_calls([partial(coded_few.run_experts, *step) for step in steps])
-    coded_few.SHAPES = chosen
+    coded_few.SHAPES, fp8_few.DOWN_SHAPE = chosen, down_shape
     read = sum(len(ids.unique()) for _, ids, *_ in steps) / len(steps) / num_experts
     num_bytes = read * sum(codes.num_bytes for codes, _ in layers[0])
     line = " | ".join(f"{key} {seconds * 1e6:.1f}" for key, seconds in sorted(found.items(), key=lambda p: p[1]))

@@ -108,6 +108,40 @@ def test_experts_of_real_shapes(form: str, num_tokens: int, num_experts: int, to
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("form", ["mxfp4", "fp8 block", "fp8 channel"])
+@pytest.mark.parametrize("missing", [(1,), (0, 2, 3, 5), (0, 1, 2, 3, 4, 5)])
+def test_a_token_whose_experts_are_elsewhere(form: str, missing: tuple[int, ...]):
+    """As of a rank with expert parallelism, in a chain of layers with dependent launch: work that was planned for all
+    choices is of fewer. More choices than biases that a thread keeps."""
+    run = CODED_EXPERTS.choose(KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability()))
+    num_experts, top_k, width = 8, 6, 1024
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((2 * 384, width), (width, 384))
+    stacks = [stack(form, torch.randn(num_experts, *s, generator=generator) * s[1] ** -0.5, "cuda") for s in shapes]
+    biases = [torch.randn(num_experts, s[0], generator=generator).bfloat16().cuda() for s in shapes]
+    operands = list(zip(stacks, biases, strict=True))
+    weights = torch.rand(1, top_k, generator=generator).cuda()
+    ids = torch.randperm(num_experts, generator=generator)[None, :top_k].clone()
+    ids[0, list(missing)] = -1
+    ids = ids.cuda()
+    x = torch.randn(1, width, generator=generator).bfloat16().cuda()
+    ran = []
+    for _ in range(4):  # each takes what the one before has written
+        ran.append((x, run(x, ids, weights, *operands, CLAMPED)))
+        x = ran[-1][1] + 1
+    plain = [
+        (dequantise(codes, torch.float32).double().unflatten(0, (num_experts, -1)), bias.double())
+        for codes, bias in operands
+    ]
+    for given, out in ran:
+        expected = reference.run_experts(given.double(), ids, weights, *plain, CLAMPED)
+        if len(missing) == top_k:
+            assert not out.any()
+        else:
+            assert relative_error(out, expected) < 1e-2
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 40])
 @pytest.mark.parametrize("width,inner", [(512, 288), (128, 64), (768, 1024)])
 def test_experts_of_small_shapes(num_tokens: int, width: int, inner: int):
