@@ -148,19 +148,20 @@ struct Work {  // of a block: tiles from `first` on, of which each has `each` st
   int first, end, tiles, each, units, steps, experts, total;
 };
 
-__device__ __forceinline__ Work share_work(const Call &call, const Shared &s) {
+// For `count` distinct experts. Products of tiles and blocks have 32 bits, whose division is short.
+__device__ __forceinline__ Work share_work(const Call &call, int count) {
   Work work;
   const int units = (call.inputs + UNIT - 1) / UNIT;
   work.units = units, work.steps = (units + STEP - 1) / STEP;
   if (DOWN) {  // outputs
-    work.first = int(int64(call.outputs) * blockIdx.x / gridDim.x);
-    work.end = int(int64(call.outputs) * (blockIdx.x + 1) / gridDim.x);
+    work.first = uint32(call.outputs) * blockIdx.x / gridDim.x;
+    work.end = uint32(call.outputs) * (blockIdx.x + 1) / gridDim.x;
     work.tiles = (work.end - work.first + 7) / 8;
-    work.experts = (s.count + 1) / 2;
+    work.experts = (count + 1) / 2;
   } else {  // eights of outputs of all experts
-    const int all = s.count * (call.outputs / 8);
-    work.first = int(int64(all) * blockIdx.x / gridDim.x);
-    work.end = int(int64(all) * (blockIdx.x + 1) / gridDim.x);
+    const uint32 all = count * (call.outputs / 8);
+    work.first = all * blockIdx.x / gridDim.x;
+    work.end = all * (blockIdx.x + 1) / gridDim.x;
     work.tiles = work.end - work.first;
     work.experts = 1;
   }
@@ -181,9 +182,17 @@ struct Place {  // of a warp: tile, couple of experts, step of inputs
 
 struct Reader {  // what a warp asks for next
   Place at;
-  int64 rows[2];  // the first ones of the sides
-  bool is_there;  // the second side
+  int expert, inside;  // unless DOWN, of the distinct experts, and the tile of its outputs
+  int64 rows[2];       // the first ones of the sides
+  bool is_there;       // the second side
 };
+
+__device__ __forceinline__ Reader start_reader(const Call &call, const Work &work, int nth) {
+  Reader reader = {Place(work, nth)};
+  const int tile = work.first + reader.at.tile, tiles = call.outputs / 8;
+  reader.expert = DOWN ? 0 : tile / tiles, reader.inside = tile - reader.expert * tiles;
+  return reader;
+}
 
 __device__ __forceinline__ void locate(Reader &reader, const Call &call, const Shared &s, const Work &work) {
   reader.is_there = true;
@@ -194,8 +203,7 @@ __device__ __forceinline__ void locate(Reader &reader, const Call &call, const S
     for (int i = 0; i < 2; i++)
       reader.rows[i] = int64(s.experts[2 * reader.at.couple + (reader.is_there ? i : 0)]) * call.rows_each + output;
   } else {
-    const int tile = work.first + reader.at.tile, tiles = call.outputs / 8, nth = tile / tiles;
-    reader.rows[0] = int64(s.experts[nth]) * call.rows_each + (tile - nth * tiles) * 8;
+    reader.rows[0] = int64(s.experts[reader.expert]) * call.rows_each + reader.inside * 8;
     reader.rows[1] = reader.rows[0] + call.outputs;
   }
 }
@@ -228,7 +236,10 @@ __device__ __forceinline__ void fetch(
     }
     if (++reader.at.step == work.steps) {
       reader.at.step = 0;
-      if (++reader.at.couple == work.experts) reader.at.couple = 0, reader.at.tile++;
+      if (++reader.at.couple == work.experts) {
+        reader.at.couple = 0, reader.at.tile++;
+        if (!DOWN && ++reader.inside == call.outputs / 8) reader.inside = 0, reader.expert++;
+      }
       if (reader.at.tile < work.tiles) locate(reader, call, s, work);
     }
   }
@@ -389,27 +400,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     s.pairs[at / MOST_TOKENS][at % MOST_TOKENS] = -1;
   for (int at = threadIdx.x; at < width / 8; at += THREADS)
     *(uint4 *)(x + rows * call.x_pitch + at * 16) = uint4{0, 0, 0, 0};
+  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+  // The work if no expert is chosen twice or not at all, which is what one token has: not behind its choices.
+  int count = call.tokens * call.top_k;
+  Work work = share_work(call, count);
+  Reader reader = start_reader(call, work, begin_of(work, warp));
   __syncthreads();
   // Ids were written before the first kernel started: the second one may read them at once, and the weights that they
   // choose. All else waits.
   if (!DOWN) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    read_pieces(v, call, pieces, warp);
   }
   find_experts(call, s);
-  const Work work = share_work(call, s);
+#pragma unroll 1
+  while (count != s.count) {  // at most once
+    count = s.count;
+    work = share_work(call, count);
+    reader = start_reader(call, work, begin_of(work, warp));
+  }
   int nth = begin_of(work, warp), next = nth;
   const int end = begin_of(work, warp + 1);
-  Reader reader = {Place(work, nth)};
   if (nth < end) locate(reader, call, s, work);
 #pragma unroll 1  // fewer instructions to read before the first copy
   for (int slot = 0; slot < DEPTH; slot++, next++) fetch(reader, &map, call, s, work, ring, slot, next < end);
   if (DOWN) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    read_pieces(v, call, pieces, warp);
   }
+  read_pieces(v, call, pieces, warp);
   find_largest(v, s, call, pieces);
   __syncthreads();
   stage_rows(x, v, s, call, pieces, width);
