@@ -148,20 +148,19 @@ struct Work {  // of a block: tiles from `first` on, of which each has `each` st
   int first, end, tiles, each, units, steps, experts, total;
 };
 
-// For `count` distinct experts. Products of tiles and blocks have 32 bits, whose division is short.
-__device__ __forceinline__ Work share_work(const Call &call, int count) {
+__device__ __forceinline__ Work share_work(const Call &call, const Shared &s) {
   Work work;
   const int units = (call.inputs + UNIT - 1) / UNIT;
   work.units = units, work.steps = (units + STEP - 1) / STEP;
   if (DOWN) {  // outputs
-    work.first = uint32(call.outputs) * blockIdx.x / gridDim.x;
-    work.end = uint32(call.outputs) * (blockIdx.x + 1) / gridDim.x;
+    work.first = int(int64(call.outputs) * blockIdx.x / gridDim.x);
+    work.end = int(int64(call.outputs) * (blockIdx.x + 1) / gridDim.x);
     work.tiles = (work.end - work.first + 7) / 8;
-    work.experts = (count + 1) / 2;
+    work.experts = (s.count + 1) / 2;
   } else {  // eights of outputs of all experts
-    const uint32 all = count * (call.outputs / 8);
-    work.first = all * blockIdx.x / gridDim.x;
-    work.end = all * (blockIdx.x + 1) / gridDim.x;
+    const int all = s.count * (call.outputs / 8);
+    work.first = int(int64(all) * blockIdx.x / gridDim.x);
+    work.end = int(int64(all) * (blockIdx.x + 1) / gridDim.x);
     work.tiles = work.end - work.first;
     work.experts = 1;
   }
@@ -182,17 +181,9 @@ struct Place {  // of a warp: tile, couple of experts, step of inputs
 
 struct Reader {  // what a warp asks for next
   Place at;
-  int expert, inside;  // unless DOWN, of the distinct experts, and the tile of its outputs
-  int64 rows[2];       // the first ones of the sides
-  bool is_there;       // the second side
+  int64 rows[2];  // the first ones of the sides
+  bool is_there;  // the second side
 };
-
-__device__ __forceinline__ Reader start_reader(const Call &call, const Work &work, int nth) {
-  Reader reader = {Place(work, nth)};
-  const int tile = work.first + reader.at.tile, tiles = call.outputs / 8;
-  reader.expert = DOWN ? 0 : tile / tiles, reader.inside = tile - reader.expert * tiles;
-  return reader;
-}
 
 __device__ __forceinline__ void locate(Reader &reader, const Call &call, const Shared &s, const Work &work) {
   reader.is_there = true;
@@ -203,7 +194,8 @@ __device__ __forceinline__ void locate(Reader &reader, const Call &call, const S
     for (int i = 0; i < 2; i++)
       reader.rows[i] = int64(s.experts[2 * reader.at.couple + (reader.is_there ? i : 0)]) * call.rows_each + output;
   } else {
-    reader.rows[0] = int64(s.experts[reader.expert]) * call.rows_each + reader.inside * 8;
+    const int tile = work.first + reader.at.tile, tiles = call.outputs / 8, nth = tile / tiles;
+    reader.rows[0] = int64(s.experts[nth]) * call.rows_each + (tile - nth * tiles) * 8;
     reader.rows[1] = reader.rows[0] + call.outputs;
   }
 }
@@ -236,10 +228,7 @@ __device__ __forceinline__ void fetch(
     }
     if (++reader.at.step == work.steps) {
       reader.at.step = 0;
-      if (++reader.at.couple == work.experts) {
-        reader.at.couple = 0, reader.at.tile++;
-        if (!DOWN && ++reader.inside == call.outputs / 8) reader.inside = 0, reader.expert++;
-      }
+      if (++reader.at.couple == work.experts) reader.at.couple = 0, reader.at.tile++;
       if (reader.at.tile < work.tiles) locate(reader, call, s, work);
     }
   }
@@ -348,61 +337,30 @@ __device__ __forceinline__ float add_sums(
   return value;
 }
 
-constexpr int KEPT = DOWN ? 4 : 2;  // biases that a thread has on their way: of experts, or of gate and up
-struct Result {  // what a thread stores
-  int row, token, tile, expert, output;  // expert among the distinct ones, unless DOWN
-  bool is_there;
-  __device__ __forceinline__ Result(const Call &call, const Work &work, int at) {
-    row = at % 8, token = at / 8 % call.tokens, tile = at / 8 / call.tokens, expert = 0;
-    output = work.first + tile * 8 + row;
-    is_there = tile < work.tiles && (!DOWN || output < work.end);
-    if (DOWN) return;
-    const int tiles = call.outputs / 8;
-    expert = (work.first + tile) / tiles, output = (work.first + tile - expert * tiles) * 8 + row;
-  }
-};
-
-// Ask for biases of a result. Volatile, to be asked for where it is called: they come from memory.
-__device__ __forceinline__ void read_biases(uint16 (&bias)[KEPT], const Call &call, const Shared &s, const Result &at) {
-#pragma unroll
-  for (int i = 0; i < KEPT; i++) {
-    bias[i] = 0;
-    if (!call.bias || !at.is_there || (DOWN && i >= s.count)) continue;
-    const int64 place = int64(s.experts[DOWN ? i : at.expert]) * call.rows_each + at.output + (DOWN ? 0 : i * call.outputs);
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(bias[i]) : "l"(call.bias + place));
-  }
-}
-
-// `first` has biases of the thread's first result.
-__device__ __forceinline__ void finish(
-    const float *parts, const uint16 (&first)[KEPT], const Call &call, const Shared &s, const Work &work) {
-  uint16 bias[KEPT];
-#pragma unroll
-  for (int i = 0; i < KEPT; i++) bias[i] = first[i];
-  for (int nth = threadIdx.x; nth < work.tiles * call.tokens * 8; nth += THREADS) {
-    const Result at(call, work, nth);
-    if (nth >= THREADS) read_biases(bias, call, s, at);
-    if (!at.is_there) continue;
+__device__ __forceinline__ void finish(const float *parts, const Call &call, const Shared &s, const Work &work) {
+  for (int at = threadIdx.x; at < work.tiles * call.tokens * 8; at += THREADS) {
+    const int row = at % 8, token = at / 8 % call.tokens, tile = at / 8 / call.tokens;
     if (DOWN) {
-      float value = work.each ? add_sums(parts, call, work, at.tile, at.token, 0, at.row) : 0.f;
-#pragma unroll
-      for (int i = 0; i < KEPT; i++) {
-        const int pair = call.bias && i < s.count ? s.pairs[i][at.token] : -1;
-        if (pair >= 0) value += s.factors[pair] * widen(bias[i]);
-      }
+      const int output = work.first + tile * 8 + row;
+      if (output >= work.end) continue;
+      float value = work.each ? add_sums(parts, call, work, tile, token, 0, row) : 0.f;
       if (call.bias)
-        for (int j = KEPT; j < s.count; j++)
-          if (s.pairs[j][at.token] >= 0)
-            value += s.factors[s.pairs[j][at.token]] *
-                     widen(call.bias[int64(s.experts[j]) * call.rows_each + at.output]);
-      call.out[int64(at.token) * call.outputs + at.output] = narrow(value);
+        for (int j = 0; j < s.count; j++)
+          if (s.pairs[j][token] >= 0)
+            value += s.factors[s.pairs[j][token]] * widen(call.bias[int64(s.experts[j]) * call.rows_each + output]);
+      call.out[int64(token) * call.outputs + output] = narrow(value);
     } else {
-      const int pair = s.pairs[at.expert][at.token];
+      const int tiles = call.outputs / 8, nth = (work.first + tile) / tiles, pair = s.pairs[nth][token];
       if (pair < 0) continue;
-      const float unit = unlift(s.largest[at.token]);
-      const float gate = add_sums(parts, call, work, at.tile, at.token, 0, at.row) * unit + widen(bias[0]);
-      const float up = add_sums(parts, call, work, at.tile, at.token, 1, at.row) * unit + widen(bias[1]);
-      call.out[int64(pair) * call.outputs + at.output] = narrow(gated_by(call, call.gate, gate, up));
+      const int output = (work.first + tile - nth * tiles) * 8 + row;
+      const float unit = unlift(s.largest[token]);
+      float gate = add_sums(parts, call, work, tile, token, 0, row) * unit;
+      float up = add_sums(parts, call, work, tile, token, 1, row) * unit;
+      if (call.bias) {
+        const uint16 *bias = call.bias + int64(s.experts[nth]) * call.rows_each + output;
+        gate += widen(bias[0]), up += widen(bias[call.outputs]);
+      }
+      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, call.gate, gate, up));
     }
   }
 }
@@ -431,37 +389,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     s.pairs[at / MOST_TOKENS][at % MOST_TOKENS] = -1;
   for (int at = threadIdx.x; at < width / 8; at += THREADS)
     *(uint4 *)(x + rows * call.x_pitch + at * 16) = uint4{0, 0, 0, 0};
-  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-  // The work if no expert is chosen twice or not at all, which is what one token has: not behind its choices.
-  int count = call.tokens * call.top_k;
-  Work work = share_work(call, count);
-  Reader reader = start_reader(call, work, begin_of(work, warp));
   __syncthreads();
   // Ids were written before the first kernel started: the second one may read them at once, and the weights that they
   // choose. All else waits.
   if (!DOWN) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    read_pieces(v, call, pieces, warp);
   }
   find_experts(call, s);
-#pragma unroll 1
-  while (count != s.count) {  // at most once
-    count = s.count;
-    work = share_work(call, count);
-    reader = start_reader(call, work, begin_of(work, warp));
-  }
+  const Work work = share_work(call, s);
   int nth = begin_of(work, warp), next = nth;
   const int end = begin_of(work, warp + 1);
+  Reader reader = {Place(work, nth)};
   if (nth < end) locate(reader, call, s, work);
 #pragma unroll 1  // fewer instructions to read before the first copy
   for (int slot = 0; slot < DEPTH; slot++, next++) fetch(reader, &map, call, s, work, ring, slot, next < end);
-  uint16 bias[KEPT];  // no kernel writes it
-  read_biases(bias, call, s, Result(call, work, threadIdx.x));
   if (DOWN) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    read_pieces(v, call, pieces, warp);
   }
-  read_pieces(v, call, pieces, warp);
   find_largest(v, s, call, pieces);
   __syncthreads();
   stage_rows(x, v, s, call, pieces, width);
@@ -501,5 +449,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (DOWN && nth + 1 < end) choose_rows(own, factors, call, s, x, at.couple);
   }
   __syncthreads();
-  finish(parts, bias, call, s, work);
+  finish(parts, call, s, work);
 }

@@ -35,23 +35,11 @@ __device__ __forceinline__ void copy16(uint32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// A float to the same place in the first block of the cluster, whose barrier counts its bytes.
-__device__ __forceinline__ void send_to_first(const float *own, uint32 bar, float value) {
-  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, 0; mapa.shared::cluster.u32 bar, %1, 0;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %2, [bar]; }" ::"r"(address(own)),
-               "r"(bar), "f"(value) : "memory");
+__device__ __forceinline__ void store_in_first(float *own, float value) {  // of the cluster, at the same place
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, 0;\n st.shared::cluster.f32 [there], %1; }" ::"r"(
+                   address(own)), "f"(value) : "memory");
 }
-__device__ __forceinline__ void expect_bytes(uint32 bar, uint32 bytes) {  // of its only phase
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-               "fence.mbarrier_init.release.cluster;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(uint32 bar) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-               "@!done bra AGAIN; }" ::"r"(bar) : "memory");
-}
-// Relaxed: releasing memory would be a fence of the GPU's memory, and wait for rows that were just written.
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ int find_rank() {
   int rank;
@@ -84,8 +72,7 @@ __device__ __forceinline__ float score_of(float logit, float most, float sum) {
 }
 
 // By one warp; of equal scores the first expert wins.
-__device__ __forceinline__ void choose(
-    const Call &call, const float *parts, int token, const float (&bias)[PER_LANE], const float (&choice_bias)[PER_LANE]) {
+__device__ __forceinline__ void choose(const Call &call, const float *parts, int token) {
   const int lane = threadIdx.x % 32;
   float logits[PER_LANE], choice[PER_LANE], most = -3.4e38f, sum = 0.f;
 #pragma unroll
@@ -94,7 +81,7 @@ __device__ __forceinline__ void choose(
     float logit = 0.f;
 #pragma unroll
     for (int share = 0; share < SHARES; share++) logit += expert < EXPERTS ? parts[expert * SHARES + share] : 0.f;
-    logit += bias[j];
+    if (call.bias && expert < EXPERTS) logit += widen(call.bias[expert]);
     logits[j] = widen(narrow(logit, 0.f) & 0xFFFF);  // as if stored
     if (expert < EXPERTS) most = fmaxf(most, logits[j]);
   }
@@ -110,7 +97,7 @@ __device__ __forceinline__ void choose(
     // softmax keeps order, so logits choose as well, and exactly where tiny scores would tie at 0
     const bool plain = SCORE == 0 && !call.choice_bias;
     choice[j] = plain ? logits[j] : score_of(logits[j], most, sum);
-    choice[j] += choice_bias[j];
+    if (call.choice_bias && expert < EXPERTS) choice[j] += call.choice_bias[expert];
     choice[j] = expert < EXPERTS ? (choice[j] > LEAST ? choice[j] : LEAST) : -__uint_as_float(0x7F800000u);
   }
   int own_id = 0;
@@ -141,10 +128,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const __grid_constant__ Call call) {
   extern __shared__ __align__(16) char memory[];
   const int token = blockIdx.x / CLUSTER, rank = find_rank(), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __shared__ __align__(8) uint64 there;
-  const uint32 bar = address(&there);
-  if (rank == 0 && threadIdx.x == 0) expect_bytes(bar, EXPERTS * SHARES * 4);
-  __syncthreads();
   arrive();  // a block's memory may be written once it has started
   const int eights = call.inputs / 8, num_own = max(0, min(OWN, EXPERTS - rank * OWN));
   float *parts = (float *)memory, *squares = parts + EXPERTS * SHARES;  // [X, SHARES] in the first block
@@ -158,14 +141,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   for (int i = 0; i < CHUNKS; i++) {
     const int at = i * THREADS + threadIdx.x;
     norm[i] = at < eights ? ((const uint4 *)call.norm)[at] : uint4{0, 0, 0, 0};
-  }
-  float bias[PER_LANE], choice_bias[PER_LANE];  // of those who choose; they come from memory
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) {
-    const int expert = j * 32 + lane;
-    const bool is_own = rank == 0 && warp == 0 && expert < EXPERTS;
-    bias[j] = is_own && call.bias ? widen(call.bias[expert]) : 0.f;
-    choice_bias[j] = is_own && call.choice_bias ? call.choice_bias[expert] : 0.f;
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -234,20 +209,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         sums[e] += widen(values[j]) * widen(words[j]) + widen_high(values[j]) * widen_high(words[j]);
     }
   }
-  await();   // all blocks have begun
-  arrive();  // this one has read the row: the sum of its squares is known
+  await();
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
     const float sum = sum_of_warp(sums[e]);
-    if (lane == 0 && first + e < num_own) send_to_first(parts + (rank * OWN + first + e) * SHARES + share, bar, sum);
+    if (lane == 0 && first + e < num_own) store_in_first(parts + (rank * OWN + first + e) * SHARES + share, sum);
   }
-  if (rank == 0 && warp == 0) {
-    wait_for_bytes(bar);
-    __syncwarp();
-    choose(call, parts, token, bias, choice_bias);
-    __syncwarp();
-  }
+  arrive();
   await();
+  if (rank == 0 && warp == 0) choose(call, parts, token);
   if (rank == 1) {  // the other blocks have read the row
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {

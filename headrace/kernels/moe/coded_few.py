@@ -174,11 +174,9 @@ def plan(
 @cache_compiled
 def find_kernel(form: Form, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    kernel = load_kernel(
+    return load_kernel(
         "coded_experts", device, MOST_BYTES, DOWN=int(form.is_down), COLUMNS=form.columns, **form.shape._asdict()
     )
-    kernel.share_multiprocessors()  # with the router before it
-    return kernel
 
 
 AnyForm = Form | fp8_few.Form
