@@ -49,7 +49,7 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 class ResponseSink(Protocol):
     """Takes a response as it arrives; called in the event loop. ``status`` is 0 until the head has arrived.
-    ``is_complete`` is set when the body has ended."""
+    ``is_complete`` is set when the body has ended, before its last part is taken."""
 
     status: int
     is_complete: bool
@@ -226,6 +226,7 @@ class _Connection(asyncio.Protocol):
             piece = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
             self._pieces.clear()
             self._num_bare = 0
+            exchange.response.is_complete = self._is_whole
             try:
                 exchange.response.take(now, piece)
             except ValueError as error:

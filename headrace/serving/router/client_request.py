@@ -127,25 +127,15 @@ class ClientRequest:
 
     def write(self, piece: bytes) -> None:
         """Send a piece of the body, which is not empty: it would end a body in chunks."""
-        if self.is_lost or self.is_ended:
-            return
-        if self._is_chunked:
-            # One chunk of RFC 9112, section 7.1: size in hex, CRLF, data, CRLF.
-            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
-        elif self._is_bodiless:
-            piece = b""
-        if self._head:
-            piece, self._head = self._head + piece, b""
-        if piece:
-            self._wire.transport.write(piece)
+        if not (self.is_lost or self.is_ended):
+            self._send(self._frame(piece))
 
-    def end(self) -> None:
-        """The response is complete."""
+    def end(self, last: bytes = b"") -> None:
+        """The response is complete with this piece, which may be empty; one system call sends all that is left."""
         if self.is_lost or self.is_ended:
             return
-        rest = self._head + LAST_CHUNK if self._is_chunked else self._head
-        if rest:
-            self._wire.transport.write(rest)
+        rest = self._frame(last) if last else b""
+        self._send(rest + LAST_CHUNK if self._is_chunked else rest)
         self._finish()
         self._wire.note_end()
 
@@ -162,9 +152,7 @@ class ClientRequest:
         if len(headers) < len(response.raw_headers):  # `respond_error` says close, and nothing else
             self.keeps_alive = False
         self.begin(response.status_code, headers)
-        if response.body:
-            self.write(bytes(response.body))
-        self.end()
+        self.end(bytes(response.body))
 
     def refuse(self, error: HeadraceError) -> None:
         """Send an error as the response."""
@@ -178,6 +166,18 @@ class ClientRequest:
         if self.answering is not None:
             self.answering.abort()
         self._finish()
+
+    def _frame(self, piece: bytes) -> bytes:
+        if self._is_chunked:
+            # One chunk of RFC 9112, section 7.1: size in hex, CRLF, data, CRLF.
+            return b"%x\r\n%b\r\n" % (len(piece), piece)
+        return b"" if self._is_bodiless else piece
+
+    def _send(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        if data:
+            self._wire.transport.write(data)
 
     def _finish(self) -> None:
         self.is_ended, self.answering = not self.is_lost, None

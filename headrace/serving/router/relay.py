@@ -80,10 +80,15 @@ class Relay:
         if not self.has_begun:
             self.beginning = self.beginning or piece
             self._num_held += len(piece)
+            self._held.append(piece)
             if self.is_held:
-                self._held.append(piece)
                 return
             self._begin()
+            piece = b"".join(self._held)
+            self._held.clear()
+        if self.is_complete:  # `finish` follows, and sends it with the end of the body
+            self._held.append(piece)
+            return
         client = self._client
         client.write(piece)
         if client.is_slow and not self._is_paused and self.exchange is not None:
@@ -105,9 +110,7 @@ class Relay:
         """Send the rest, and ``last``: the response is complete."""
         if not self.has_begun:
             self._begin()
-        if last:
-            self._client.write(last)
-        self._client.end()
+        self._client.end(b"".join((*self._held, last)))
 
     def _begin(self) -> None:
         self.has_begun = True
@@ -116,6 +119,3 @@ class Relay:
         if request_id is not None:
             client.scope.setdefault("state", {})["request_id"] = request_id.decode("latin-1")
         client.begin(self.status, end_to_end(self.headers, SET_HERE))
-        for piece in self._held:
-            client.write(piece)
-        self._held.clear()

@@ -29,7 +29,7 @@ class Transport:
     """What a protocol has written. As sockets do, it tells its protocol of an end only in the next turn."""
 
     def __init__(self, protocol: Any):
-        self.protocol, self.sent = protocol, bytearray()
+        self.protocol, self.sent, self.num_writes = protocol, bytearray(), 0
         self.is_over = self.is_reading_paused = self.has_sent_eof = False
         self._is_lost = False
         self._socket = _Socket()
@@ -40,6 +40,7 @@ class Transport:
         if not self.is_over:
             assert data and not self.has_sent_eof
             self.sent += data
+            self.num_writes += 1
 
     def write_eof(self) -> None:
         self.has_sent_eof = True

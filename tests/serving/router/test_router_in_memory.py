@@ -239,6 +239,24 @@ async def test_a_worker_may_answer_before_it_has_read_everything():
     memory.check_idle()
 
 
+async def test_what_came_together_is_sent_together():
+    memory = MemoryRouter(1)
+    client, head = memory.connect(), b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+    counts = []
+    for pieces in ([head, chunk * 3, chunk, chunk + b"0\r\n\r\n"], [head + chunk + b"0\r\n\r\n"],
+                   [b"HTTP/1.1 429 X\r\ncontent-length: 4\r\n\r\nno", b"no"], [b"HTTP/1.1 204 X\r\n\r\n"]):
+        begin = client.num_writes
+        client.receive(post(b"{}"))
+        await settle()
+        for piece in pieces:
+            memory.workers[0].receive(piece)
+        counts.append(client.num_writes - begin)
+    assert counts == [3, 1, 1, 1], "the third was held back, as another worker might have taken the request"
+    found = read_responses(bytes(client.sent), 4, is_over=False)
+    assert [each.body for each in found] == [EVENT * 5, EVENT, b"nono", b""] and all(each.is_whole for each in found)
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_a_refused_body_is_dropped_and_the_connection_used_again(keeps: bool):
     memory = MemoryRouter(1, RouterOptions(port=0, max_body_bytes=1024))
