@@ -15,7 +15,8 @@ from headrace.serving.http.transport.access import LedgerEntry
 from headrace.serving.http.transport.errors import path_of
 from headrace.serving.http_client import RawHeaders
 
-LAST_CHUNK = b"0\r\n\r\n"
+CHUNK, LAST_CHUNK = b"%x\r\n%b\r\n", b"0\r\n\r\n"
+"""RFC 9112, section 7.1: size in hex, CRLF, data, CRLF."""
 NO_BODY = frozenset({204, 304})
 
 
@@ -127,7 +128,11 @@ class ClientRequest:
 
     def write(self, piece: bytes) -> None:
         """Send a piece of the body, which is not empty: it would end a body in chunks."""
-        if not (self.is_lost or self.is_ended):
+        if self.is_lost or self.is_ended:
+            return
+        if self._is_chunked and not self._head:  # the way of streamed tokens
+            self._wire.transport.write(CHUNK % (len(piece), piece))
+        else:
             self._send(self._frame(piece))
 
     def end(self, last: bytes = b"") -> None:
@@ -169,8 +174,7 @@ class ClientRequest:
 
     def _frame(self, piece: bytes) -> bytes:
         if self._is_chunked:
-            # One chunk of RFC 9112, section 7.1: size in hex, CRLF, data, CRLF.
-            return b"%x\r\n%b\r\n" % (len(piece), piece)
+            return CHUNK % (len(piece), piece)
         return b"" if self._is_bodiless else piece
 
     def _send(self, data: bytes) -> None:
