@@ -26,7 +26,7 @@ from headrace.kernels.coded_linear.cuda import Addition, Shape
 from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise import Gate
-from headrace.kernels.rowwise.triton import silu_mul
+from headrace.kernels.rowwise.triton import GATES, silu_mul
 
 BF16, DEVICE = torch.bfloat16, "cuda"
 BYTES_PER_SECOND = 4.8e12
@@ -36,14 +36,14 @@ WEIGHT_BYTES = 400 << 20
 BLOCKS = [
     Shape(*numbers) for numbers in ((8, 3, 2), (16, 1, 4), (8, 2, 4), (8, 2, 2), (16, 1, 2), (4, 6, 2), (4, 4, 4))
 ]
-TILE_BLOCKS = [tiles.Shape(*numbers) for numbers in ((8, 32), (8, 16), (16, 32), (4, 32), (8, 64))]
+TILE_BLOCKS = [tiles.Shape(*numbers) for numbers in ((8, 32), (8, 24), (8, 16), (16, 32), (4, 32), (8, 64))]
 PRODUCTS = ("gate_up", "down", "qkv", "out")
 SILU = Gate("silu")
 
 
-def name_shape(shape: Shape | tiles.Shape) -> str:
+def name_shape(shape: Shape | tiles.Shape | None) -> str:
     """Its numbers, in order."""
-    return "/".join(str(number) for number in vars(shape).values())
+    return "chosen" if shape is None else "/".join(str(number) for number in vars(shape).values())
 
 
 def show(title: str, times: dict[str, float], num_bytes: float) -> None:
@@ -116,7 +116,7 @@ def run_layer(form: str, rows: int, *, is_tiled: bool = False) -> None:
     layers = [{name: draw(FORMS[form], *shapes[name]) for name in shapes if name != "head"} for _ in range(8)]
     if is_tiled:
         layers = [{name: weight.tile() for name, weight in layer.items()} for layer in layers]
-    launch, gate = (tiles.launch, SILU[0]) if is_tiled else (cuda.launch, SILU)
+    launch, gate = (tiles.launch, GATES[SILU.kind]) if is_tiled else (cuda.launch, SILU)
     width, qkv_width, inner = shapes["qkv"][1], shapes["qkv"][0], shapes["down"][1]
     x, stream = (torch.randn(rows, width, device=DEVICE).to(BF16) for _ in range(2))
     qkv, mid = (torch.empty(rows, size, device=DEVICE, dtype=BF16) for size in (qkv_width, inner))
@@ -128,11 +128,11 @@ def run_layer(form: str, rows: int, *, is_tiled: bool = False) -> None:
         launch(x, weights["gate_up"], None, mid, shape=shape, before=before, gate=gate)
         launch(mid, weights["down"], None, x, shape=shape)
 
-    ways = product(TILE_BLOCKS, (addition,)) if is_tiled else product(BLOCKS, (None, addition))
+    ways = product((None, *TILE_BLOCKS), (addition,)) if is_tiled else product(BLOCKS, (None, addition))
     times = {
         name_shape(shape) + (" norms" if before else ""): time_calls(
             [partial(run, weights, shape, before) for weights in layers]
-        ) for shape, before in ways
+        ) for shape, before in ways  # a shape of None is chosen
     }
     show(f"layer   {form:16}{rows} rows", times, sum(weight.num_bytes for weight in layers[0].values()))
 
@@ -150,8 +150,9 @@ def main() -> None:
             few = [rows for rows in options.rows if rows <= 8]
             for rows in few:
                 run_layer(form, rows, is_tiled=True)
-            if form.startswith("int4"):
-                run_tiles(form, [rows for rows in options.rows if rows not in few])
+            many = [rows for rows in options.rows if rows not in few]
+            if many and form.startswith("int4"):
+                run_tiles(form, many)
         elif not options.tiles and form != "nvfp4":
             run_products(form, options.rows)
             run_layer(form, 1)
