@@ -24,8 +24,6 @@ MAX_UNSENT_BYTES = 1 << 18
 """Bytes that wait for a client that reads slowly, from which on no more are taken from its worker."""
 
 
-
-
 class Expected(Enum):
     """What the client has to send, within a time."""
 
