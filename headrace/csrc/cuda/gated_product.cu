@@ -9,11 +9,12 @@
 
 #include "numbers.cuh"
 #include "hopper.cuh"
+#include "half_pairs.cuh"
 
-#ifdef FP16
-#define TYPE "f16"
+#ifdef GELU
+constexpr bool IS_GELU = true;
 #else
-#define TYPE "bf16"
+constexpr bool IS_GELU = false;
 #endif
 
 constexpr int ROWS = 128, OUTPUTS = 128, DEPTH = 64;  // of a tile; DEPTH inputs are 128 bytes, one swizzled row
@@ -38,34 +39,6 @@ __device__ void multiply(float (&d)[128], uint64 a, uint64 b, int keeps) {
       "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" S128 "}, %128, %129, p, 1, 1, 0, 0; }"
       : F128(d, 0) : "l"(a), "l"(b), "r"(keeps));
-}
-
-__device__ uint32 pack(float low, float high) {
-  uint32 both;
-  asm("cvt.rn." TYPE "x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));
-  return both;
-}
-
-__device__ void round_both(float &low, float &high) {
-  const uint32 both = pack(low, high);
-#ifdef FP16
-  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-      : "=f"(low), "=f"(high)
-      : "r"(both));
-#else
-  low = __uint_as_float(both << 16);
-  high = __uint_as_float(both & 0xFFFF0000u);
-#endif
-}
-
-__device__ float activate(float gate, float up) {
-#ifdef GELU
-  const float steep =
-      1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);  // (1 + tanh(u)) / 2 is sigmoid(2 u)
-#else
-  const float steep = gate;
-#endif
-  return gate * invert(1.0f + exp2_fast(-1.4426950408889634f * steep)) * up;
 }
 
 // Which tile comes when: `band` pairs of row tiles together go through all outputs, so that x's part stays in the
@@ -154,7 +127,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           round_both(up[0], up[1]);
           const uint32 place = out + j / 8 * (64 * 128) + (r + 4 * low) * 128 + ((j % 8 ^ r % 8) * 16 + lane % 4 * 4);
           asm volatile("st.shared.b32 [%0], %1;" ::"r"(place),
-                       "r"(pack(activate(gate[0], up[0]), activate(gate[1], up[1])))
+                       "r"(pack(activate<IS_GELU>(gate[0], up[0]), activate<IS_GELU>(gate[1], up[1])))
                        : "memory");
         }
       }

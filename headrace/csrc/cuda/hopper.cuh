@@ -91,16 +91,41 @@ __device__ __forceinline__ void fence_sums(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Operands and names of so many sums in the text of an instruction.
+// Transposes the 4 x 4 words of 4 neighbouring lanes: word i of lane l becomes word l of lane i.
+__device__ __forceinline__ void transpose(uint32 (&v)[4]) {
+  bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    uint32 other = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
+    v[i] = odd ? other : v[i];
+    v[i + 1] = odd ? v[i + 1] : other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32 other = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
+    v[i] = high ? other : v[i];
+    v[i + 2] = high ? v[i + 2] : other;
+  }
+}
+
+// Operands of so many sums, a multiple of 8, and their names, in the text of an instruction.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F8(d, i) F4(d, i), F4(d, i + 4)
 #define F16(d, i) F8(d, i), F8(d, i + 8)
 #define F24(d, i) F16(d, i), F8(d, i + 16)
-#define F32(d, i) F16(d, i), F16(d, i + 16)
-#define F48(d, i) F32(d, i), F16(d, i + 32)
-#define F64(d, i) F32(d, i), F32(d, i + 32)
-#define F96(d, i) F64(d, i), F32(d, i + 64)
-#define F128(d, i) F64(d, i), F64(d, i + 64)
+#define F32(d, i) F24(d, i), F8(d, i + 24)
+#define F40(d, i) F32(d, i), F8(d, i + 32)
+#define F48(d, i) F40(d, i), F8(d, i + 40)
+#define F56(d, i) F48(d, i), F8(d, i + 48)
+#define F64(d, i) F56(d, i), F8(d, i + 56)
+#define F72(d, i) F64(d, i), F8(d, i + 64)
+#define F80(d, i) F72(d, i), F8(d, i + 72)
+#define F88(d, i) F80(d, i), F8(d, i + 80)
+#define F96(d, i) F88(d, i), F8(d, i + 88)
+#define F104(d, i) F96(d, i), F8(d, i + 96)
+#define F112(d, i) F104(d, i), F8(d, i + 104)
+#define F120(d, i) F112(d, i), F8(d, i + 112)
+#define F128(d, i) F120(d, i), F8(d, i + 120)
 #define S4 "%0,%1,%2,%3"
 #define S8 S4 ",%4,%5,%6,%7"
 #define S16 S8 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -113,7 +138,11 @@ __device__ __forceinline__ void fence_sums(float (&d)[N]) {
 #define S52 S48 ",%48,%49,%50,%51"
 #define S56 S52 ",%52,%53,%54,%55"
 #define S64 S56 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define S96 S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87," \
-                "%88,%89,%90,%91,%92,%93,%94,%95"
-#define S128 S96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115," \
-                 "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define S72 S64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define S80 S72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define S88 S80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define S96 S88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define S104 S96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define S112 S104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define S120 S112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define S128 S120 ",%120,%121,%122,%123,%124,%125,%126,%127"

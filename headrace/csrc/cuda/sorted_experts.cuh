@@ -56,20 +56,3 @@ __device__ __forceinline__ uint32 turn(uint32 pair) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
 }
-
-// Transposes the 4 x 4 words of 4 neighbouring lanes: word i of lane l becomes word l of lane i.
-__device__ __forceinline__ void transpose(uint32 (&v)[4]) {
-  bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    uint32 other = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
-    v[i] = odd ? other : v[i];
-    v[i + 1] = odd ? v[i + 1] : other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32 other = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
-    v[i] = high ? other : v[i];
-    v[i + 2] = high ? v[i + 2] : other;
-  }
-}
