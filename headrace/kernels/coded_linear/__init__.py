@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from headrace.kernels.linear.waves import Size, choose_tile
 from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires
 
 CODED_LINEAR = Operation("coded linear kernel")
@@ -32,6 +33,7 @@ MOST_WGMMA_ROWS, MOST_WGMMA_INPUTS = 4, 5 << 16
 LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS = 5, 64
 LEAST_MANY_ROWS, MOST_MANY_ROWS = 33, 1024
 LEAST_GLUON_ROWS, MOST_GLUON_ROWS = 3, 512
+LEAST_WAVE_ROWS, LEAST_WAVE_OUTPUTS = 65, 7168
 
 
 def _reason_against_codes(query: KernelQuery) -> str | None:
@@ -216,6 +218,18 @@ def _reason_against_gluon(query: KernelQuery) -> str | None:
     return _reason_against_scaled(query) or _with_hopper(query)
 
 
+def _reason_against_wave(query: KernelQuery) -> str | None:
+    shape, rows = query.shape, query.shape.get("num_rows", LEAST_WAVE_ROWS)
+    if query.capability[0] != 9:
+        return "needs Hopper's tensor cores, compute capability 9.0"
+    if shape.get("rows", 1) > 1:
+        return "takes scales of outputs"
+    size = Size(rows, shape.get("out_features", 0), shape.get("in_features", 0), True)
+    if rows < LEAST_WAVE_ROWS or size.width < LEAST_WAVE_OUTPUTS or choose_tile(size) is None:
+        return "takes some hundred rows and gate and up together, whose tiles fill the device at once"
+    return _reason_against_rows(query) or _with_hopper(query)
+
+
 FP8_LINEAR = Operation("fp8 linear kernel")
 """``fp8_linear(rows: Fp8Rows of x [T, I], weight: DeviceCodes [O, I], bias [O] | None, dtype) -> [T, O]`` in ``dtype``;
 rows have a scale each, or one per group where the weight has groups of inputs. Each solution has the name of one of
@@ -229,6 +243,7 @@ FP8_GATED = Operation("fp8 gated linear kernel")
 `GATED_ACTIVATIONS`; the gate's outputs come first, O / 2 a multiple of 8."""
 
 for _name, _function, _supports, _priority, _doc in (
+    ("cuda_wave", "wave:{}_rows", _reason_against_wave, 16, "own CUDA C++ for some hundred rows in one wave of tiles"),
     ("gluon_fp8", "hopper:{}_rows", _reason_against_gluon, 17, "own FP8 GEMM for tens to hundreds of rows"),
     ("scaled_mm", "scaled:{}_rows", _reason_against_rows, 15, "torch's FP8 GEMM"),
     ("scaled_mm_blocks", "scaled:{}_squares", _reason_against_squares, 12, "torch's FP8 GEMM with block scales"),
@@ -240,6 +255,7 @@ for _name, _function, _supports, _priority, _doc in (
     )
     FP8_LINEAR.add(_name, f"headrace.kernels.coded_linear.{_function.format('multiply')}", doc=_doc)
 FP8_SUMS.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_row_sums", doc="leaves its sums as they are")
+FP8_GATED.add("cuda_wave", "headrace.kernels.coded_linear.wave:multiply_gated_rows", doc="in one kernel")
 FP8_GATED.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_gated_rows", doc="in one kernel")
 
 GROUPED_CODED = Operation("grouped coded linear kernel")

@@ -353,12 +353,14 @@ def _call_rows(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What layers call instead for rows in FP8, and what it should give: partial sums, and products with an
     activation."""
-    if name not in FP8_SUMS.names():
+    has_sums, has_gate = name in FP8_SUMS.names(), name in FP8_GATED.names()
+    if not (has_sums or has_gate):
         return []
-    rows = quantise_rows(x, weight.group if weight.num_groups > 1 else 0)
-    sums = FP8_SUMS.load(name)(rows, weight, x.dtype)
-    found = [(sums if sums.dim() == 2 else sums.sum(0), expected)]
-    if weight.out_features % 16 == 0:
+    rows, found = quantise_rows(x, weight.group if weight.num_groups > 1 else 0), []
+    if has_sums:
+        sums = FP8_SUMS.load(name)(rows, weight, x.dtype)
+        found.append((sums if sums.dim() == 2 else sums.sum(0), expected))
+    if has_gate and weight.out_features % 16 == 0:
         gate, up = expected.chunk(2, dim=1)
         found.append((FP8_GATED.load(name)(rows, weight, None, x.dtype, "silu"), F.silu(gate) * up))
     return found

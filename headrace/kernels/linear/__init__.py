@@ -62,7 +62,7 @@ for _operation, _name in ((LINEAR, "linear"), (LINEAR_SUMS, "linear_sums")):
     )
 GATED_LINEAR.add(
     "cuda", "headrace.kernels.linear.gated_product:gated_linear", supports=_reason_against_tiles, priority=20,
-    doc="tiles on tensor cores for up to 256 rows, own CUDA C++ for many",
+    doc="tiles on tensor cores for up to 256 rows, own CUDA C++ in one wave beside large weights, and for many rows",
 )
 
 LINEAR_FLOAT = Operation("linear kernel with float32 output")

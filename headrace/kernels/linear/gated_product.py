@@ -1,6 +1,7 @@
 """Products of many rows fused with the gated activation, on Hopper in own CUDA C++: gate and up are never stored.
 
-M rows of x, F gated outputs, K inputs. Few rows and biases are passed on to `hopper`.
+M rows of x, F gated outputs, K inputs. Few rows and biases are passed on to `hopper`, and what it leaves to
+`wave_product`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cache
 import torch
 
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
-from headrace.kernels.linear import hopper
+from headrace.kernels.linear import hopper, wave_product
 
 ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
 """As in ``gated_product.cu``: tile rows and outputs, inputs per stage, stages, threads per block."""
@@ -71,7 +72,10 @@ def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor | None:
     """See `GATED_LINEAR`."""
+    if bias is None and weight.numel() > hopper.LARGE_WEIGHT:
+        wave_product.prepare(x, weight, activation, wave_product.LEAST_ROWS)
     if not takes(x, weight.shape[0] // 2, bias) or not hopper.is_describable(x, weight):
-        return hopper.gated_linear(x, weight, bias, activation)
+        out = hopper.gated_linear(x, weight, bias, activation)
+        return wave_product.gated_linear(x, weight, bias, activation) if out is None else out
     kernel = find_kernel(x.dtype, activation, x.device)
     return None if kernel is None else multiply(x, weight, kernel)
