@@ -10,6 +10,9 @@ from devices import relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.kernels.coded_linear.codes import Code
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
+from headrace.kernels.coded_linear.forms import CodedWeight, Plan
 from headrace.kernels.cuda_source import MOST_BYTES
 from headrace.kernels.linear import GATED_LINEAR, wave_product
 from headrace.kernels.linear.wave_product import Scales
@@ -231,6 +234,38 @@ def test_half_of_two_ranks_reaches_it(monkeypatch: pytest.MonkeyPatch):
         residual.group = group
         mlp.add(norm, residual)
     assert found == 2 * [Tile(3, 1, 112, True)] + 2 * [Tile(2, 1, 224, False)], "257 rows are torch's"
+
+
+@pytest.mark.parametrize("rows", [129, 256, 257])
+def test_half_of_two_ranks_in_fp8_reaches_it(rows: int, monkeypatch: pytest.MonkeyPatch):
+    from headrace.kernels.coded_linear import scaled
+
+    found: list[tuple[Tile, str]] = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, tile: Tile, activation: str, scales: Scales) -> torch.Tensor:
+        assert x.dtype == weight.dtype == torch.float8_e4m3fn and scales.rows.shape == (rows,)
+        found.append((tile, activation))
+        return torch.ones(rows, 7168, dtype=torch.bfloat16, device="meta")
+
+    monkeypatch.setattr(wave_product, "multiply", multiply)
+    monkeypatch.setattr(wave_product, "find_kernel", lambda *_: None)
+    monkeypatch.setattr(wave_product, "count_sms", lambda _: 132)
+    monkeypatch.setattr(scaled, "quantise_rows", lambda x, group: Fp8Rows(
+        x.to(torch.float8_e4m3fn), torch.empty(len(x), device="meta")
+    ))
+    group = FirstOfTwo()
+    build = Build(torch.device("meta"), torch.bfloat16, tensor=group)
+    mlp, norm = GatedMlp(MlpSpec(14336, "silu"), 4096, build), RmsNorm(build, 4096, 1e-5)
+    codes = torch.empty(14336, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    weight = DeviceCodes(Code.E4M3, 4096, codes, torch.empty(14336, 1, device="meta"), 4096)
+    mlp.gate_up.stored = CodedWeight(weight, Plan(((256, "cuda_wave"), (1 << 62, "scaled_mm")), 2.0))
+    del mlp.gate_up.weight
+    stream, pending = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    residual = Residual(stream, pending)
+    residual.group = group
+    mlp.add(norm, residual)
+    tile = Tile(3, 1, 112, True) if rows == 129 else Tile(2, 1, 224, False)
+    assert found == ([(tile, "silu")] if rows <= 256 else [])
 
 
 def reason_against_fp8(outputs: int, num_rows: int, capability: tuple[int, int] = (9, 0), **shape: int) -> str | None:

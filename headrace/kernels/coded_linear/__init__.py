@@ -315,6 +315,10 @@ clamped of unrounded numbers; or None where separate kernels are as fast. By the
 CODED_GATED.add("cuda", "headrace.kernels.coded_linear.cuda:multiply_gated", doc="one kernel")
 CODED_GATED.add("cuda_fp8", "headrace.kernels.coded_linear.fp8_rows:multiply_gated", doc="one kernel")
 CODED_GATED.add(
+    "cuda_wave", "headrace.kernels.coded_linear.wave:multiply_gated",
+    doc="rounds each row to FP8 with a scale, then one kernel",
+)
+CODED_GATED.add(
     "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_gate", doc="dequantises, then own CUDA C++"
 )
 CODED_GATED.add("cuda_tiles", "headrace.kernels.coded_linear.tiles:multiply_gated", doc="one kernel")

@@ -14,6 +14,7 @@ from headrace.kernels.coded_linear import LEAST_WAVE_ROWS, scaled
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.linear import wave_product, waves
 from headrace.kernels.linear.wave_product import Scales
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import gelu_tanh_mul_pdl, silu_mul_pdl
 
 ACTIVATIONS = {"silu": silu_mul_pdl, "gelu_tanh": gelu_tanh_mul_pdl}
@@ -46,3 +47,12 @@ def multiply_gated_rows(
 
 
 linear_rows = partial(scaled.round_and_multiply, multiply_rows)
+
+
+def multiply_gated(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate
+) -> torch.Tensor | None:
+    """See `CODED_GATED`. For rows that no norm has rounded, as on several ranks, whose sums the norm adds up."""
+    if gate.is_clamped or bias is not None or weight.out_features % 16:
+        return None
+    return scaled.round_and_multiply(partial(multiply_gated_rows, activation=gate.kind), x, weight, None)
