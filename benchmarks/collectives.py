@@ -91,11 +91,15 @@ def calls_of(push: PushCollectives, nccl, rows: int, width: int) -> dict:
 
     library = lambda: add_rms_norm_pdl(nccl.all_reduce(y), stream, weight, 1e-5)  # noqa: E731
     pushed = lambda: push.all_reduce(x)  # noqa: E731
+    each = rows * width // push.size  # elements that a rank has for each
+    own, other = (a.flatten()[: each * push.size].view(push.size, each) for a in (x, y))
     return {
         "one step": limited(ANY, pushed), "two steps": limited(two_steps, pushed), "NCCL": lambda: nccl.all_reduce(y),
         "fused": limited(ANY, fused), "fused 2": limited(two_steps, fused), "separate": limited(ANY, separate),
         "NCCL + norm": library, "gather": limited(ANY, lambda: push.all_gather(x)),
         "NCCL gather": lambda: nccl.all_gather(x, [width] * push.size),
+        "all-to-all": limited(ANY, lambda: push.exchange(own)),
+        "NCCL all-to-all": lambda: nccl.exchange_rows(other, [1] * push.size, [1] * push.size),
     }
 
 

@@ -134,11 +134,11 @@ def run_server(
             time.sleep(POLL_S)
         yield Running(f"http://127.0.0.1:{port}", process, time.perf_counter() - began)
     finally:
-        _end(process)
+        end(process)
 
 
-def _end(process: psutil.Popen) -> None:
-    """End a server, and what it started and left behind."""
+def end(process: psutil.Popen) -> None:
+    """End a process that was started here, and what it started and left behind."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [process, *process.children(recursive=True)]
         process.terminate()

@@ -60,10 +60,17 @@ def run_workload(llm: Any, prompts: list[list[int]], output_lens: list[int]) -> 
     return seconds
 
 
+def make_workload(name: str, vocab_size: int, copies: int) -> workloads.Workload:
+    """So many times the requests of a workload, each time with other tokens."""
+    make = workloads.ALL[name]
+    parts = [make(vocab_size), *(make(vocab_size, seed=100 + copy) for copy in range(1, copies))]
+    return [prompt for prompts, _ in parts for prompt in prompts], [length for _, lens in parts for length in lens]
+
+
 def measure_model(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    config, form = read_config(name), find_form(name)
+    config, form = read_config(name, args.options), find_form(name)
     shape, rows = Shape.of(config), []
-    peers = PEERS["seconds"].get(name, {})
+    peers = PEERS["seconds"].get(name, {}) if args.copies == 1 else {}
     if args.startup:
         seconds = measure_startup(name, args.options)
         rows.append(
@@ -79,7 +86,7 @@ def measure_model(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             flush=True
         )
         for workload in args.workloads:
-            prompts, output_lens = workloads.ALL[workload](config["vocab_size"])
+            prompts, output_lens = make_workload(workload, config["vocab_size"], args.copies)
             run_workload(llm, prompts[:8], [min(4, n) for n in output_lens[:8]])
             first, *later = (run_workload(llm, prompts, output_lens) for _ in range(args.repeats))
             floor = floor_of(shape, prompts, output_lens, form.costs)
@@ -117,6 +124,7 @@ def main() -> None:
     )
     parser.add_argument("--workloads", nargs="+", default=list(workloads.ALL), choices=list(workloads.ALL))
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--copies", type=int, default=1, help="times the requests of each workload: one a replica")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
     parser.add_argument("--no-startup", dest="startup", action="store_false")
     parser.add_argument("--json", type=Path, help="write the rows here")

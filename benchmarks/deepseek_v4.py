@@ -111,15 +111,15 @@ def measure(llm: Any, prompts: list[list[int]], num_new: int) -> float:
     return seconds
 
 
-def run_cell(llm: Any, name: str, vocab_size: int) -> dict[str, float]:
-    """Milliseconds of a prefill, or of a decode step behind one."""
+def run_cell(llm: Any, name: str, vocab_size: int, copies: int) -> dict[str, float]:
+    """Milliseconds of a prefill, or of a decode step behind one, of ``copies`` times the cell's requests."""
     count, length = CELLS[name]
     draw = random.Random(0)
-    prompts = [[draw.randrange(2, vocab_size) for _ in range(length)] for _ in range(count)]
+    prompts = [[draw.randrange(2, vocab_size) for _ in range(length)] for _ in range(count * copies)]
     if count * length <= 8192:
         measure(llm, prompts, 2)  # touches memory for the first time
     prefill = measure(llm, prompts, 1)
-    row = {"prefill_ms": round(1000 * prefill, 1), "tokens_per_s": round(count * length / prefill)}
+    row = {"prefill_ms": round(1000 * prefill, 1), "tokens_per_s": round(copies * count * length / prefill)}
     if name.startswith("decode"):
         # of steps in which all decode: those beside prompts, and those of the last few, take the same in both runs
         few, whole = measure(llm, prompts, NUM_NEW // 2), measure(llm, prompts, NUM_NEW)
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
         print(f"{num_layers} layers, first token after {row['first_token_s']} s", flush=True)
         for name in args.cells:
-            cells[name] = run_cell(llm, name, config["vocab_size"])
+            cells[name] = run_cell(llm, name, config["vocab_size"], args.copies)
             print(name, "  ".join(f"{key} {value}" for key, value in cells[name].items()), flush=True)
             if name in args.trace:
                 trace_cell(llm, name, config["vocab_size"], args.step)
@@ -192,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=0, help="0: as many as fit")
     parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS), help=", ".join(CELLS))
+    parser.add_argument("--copies", type=int, default=1, help="times the requests of each cell: one a replica")
     parser.add_argument("--trace", type=lambda text: text.split(","), default=[], help="cells to trace")
     parser.add_argument("--step", type=int, default=8192, help="tokens of the largest step")
     parser.add_argument("--memory-fraction", type=float, default=0.9)

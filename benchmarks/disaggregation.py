@@ -136,6 +136,15 @@ class Result:
     gaps_alone: np.ndarray
     gaps_beside: np.ndarray
 
+    def figures(self) -> dict[str, float | None]:
+        """Milliseconds: medians of first tokens (None: no prompt was sent), and percentiles of gaps."""
+        firsts = {"alone": self.alone_s, "beside": self.beside_s}
+        gaps = {"alone": self.gaps_alone, "beside": self.gaps_beside}
+        return {
+            **{f"first_{when}_ms": statistics.median(s) * 1e3 if s else None for when, s in firsts.items()},
+            **{f"gap_{when}_p{p}_ms": float(np.percentile(ms, p)) for when, ms in gaps.items() for p in (50, 99)},
+        }
+
 
 async def measure(base_url: str, prompts: Prompts, args: argparse.Namespace) -> Result:
     """First tokens alone, then streams, by turns alone and beside long prompts. A window ends with the last of its
@@ -251,6 +260,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4, help="of each kind")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds for a start")
     parser.add_argument("--ways", nargs="+", default=["pair", "one"], choices=["pair", "one"])
+    parser.add_argument("--json", type=Path, help="write the figures here")
     args, flags = parser.parse_known_args()
     results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -259,6 +269,8 @@ def main() -> None:
         for way in args.ways:
             with (run_pair if way == "pair" else run_one)(folder, flags, args) as base_url:
                 results[way] = run(way, base_url, prompts, args)
+    if args.json:
+        args.json.write_text(json.dumps({way: result.figures() for way, result in results.items()}, indent=1))
     if len(results) == 2:
         pair, one = (statistics.median(results[way].alone_s) * 1e3 for way in ("pair", "one"))
         print(f"first token of {args.prompt} tokens by the pair, beyond one server's: {pair - one:+.1f} ms")

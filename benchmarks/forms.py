@@ -52,9 +52,10 @@ def model_folder(name: str) -> Path:
     return folder if folder.exists() else Path(name.partition(":")[0])
 
 
-def read_config(name: str) -> dict[str, Any]:
-    """Its config.json."""
-    return json.loads((model_folder(name) / "config.json").read_text())
+def read_config(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Its config.json, with what ``config_overrides`` of engine options (JSON) change."""
+    overrides = json.loads((options or {}).get("config_overrides", "{}"))
+    return json.loads((model_folder(name) / "config.json").read_text()) | overrides
 
 
 def engine_options(name: str) -> dict[str, Any]:
@@ -69,8 +70,17 @@ def engine_options(name: str) -> dict[str, Any]:
     return {"model": str(model_folder(name)), "load_format": "dummy", "dtype": "bfloat16", **overrides}
 
 
+def join_options(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Engine options of both, of which only ``config_overrides`` may be in both: those are joined."""
+    if both := first.keys() & second.keys() - {"config_overrides"}:
+        raise SystemExit(f"a benchmark's model has its own {', '.join(sorted(both))}")
+    overrides = [json.loads(options.get("config_overrides", "{}")) for options in (first, second)]
+    joined = overrides[0] | overrides[1]
+    return {**first, **second, **({"config_overrides": json.dumps(joined)} if joined else {})}
+
+
 def build(name: str, options: dict[str, Any]) -> Any:
     """An `LLM` with such options and others."""
     from headrace import LLM
 
-    return LLM(**engine_options(name), **options)
+    return LLM(**join_options(engine_options(name), options))
