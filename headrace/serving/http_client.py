@@ -253,6 +253,8 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status, headers, exchange = self._parser.get_status_code(), self._headers, self._exchange
         self._headers, self._is_in_head = [], False
+        if status < 100:
+            raise ValueError(f"status {status}")  # the parser's caller gets it as an error of its own
         if exchange is None or self._is_whole or status < 200:  # 1xx: the final head follows
             return
         exchange.response.begin(status, headers)

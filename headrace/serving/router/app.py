@@ -99,7 +99,7 @@ class Router:
             if response is not None:
                 request.respond(response)
             return
-        if route_of(path, RELAYED) == "unmatched":
+        if route_of(path, RELAYED) == "unmatched" or _has_dots(path):
             raise NotFound(f"{path} is an admin route: send it to a worker" if path in ADMIN_PATHS else
                            f"there is no {path}; the router passes on the routes of inference servers")
         if self.is_draining:
@@ -137,8 +137,9 @@ class Router:
     def _expect_body(self, request: ClientRequest) -> None:
         limit = request.body_limit = self._options.max_body_bytes
         declared = request.given.get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > limit:
-            raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limit} are accepted")
+        digits = declared.lstrip(b"0")  # at most 20, or the parser has refused them
+        if digits.isdigit() and int(digits) > limit:
+            raise BodyTooLarge(f"the body has {int(digits)} bytes; at most {limit} are accepted")
 
     async def _broadcast(self, request: ClientRequest, body: bytes) -> None:
         answer = await self._forwarder.broadcast(request, body)
@@ -197,6 +198,11 @@ class Router:
         if self._prefill is None:
             return "worker"
         return "prefill" if worker.is_prefill else "decode"
+
+
+def _has_dots(path: str) -> bool:
+    """Whether a path has segments ``.`` or ``..``: what is before a worker may resolve them to another route."""
+    return "/." in path and not {".", ".."}.isdisjoint(path.split("/"))
 
 
 def _read_url(body: bytes) -> str:

@@ -191,10 +191,11 @@ class _Passage:
 
     def _end_lost(self, relay: Relay) -> None:
         """A worker was lost in the middle of its response: say so where the body has a place for it; otherwise the
-        connection is closed, which the client notices, as the body is not complete."""
+        connection is closed, which the client notices, as the body is not complete. A body of a declared length has no
+        place: the client would take what comes next on the connection for a part of it."""
         error = EngineUnavailable(LOST, retry_after=RETRY_AFTER_S)
         last = end_of_stream(error, self._client.scope, relay.media_type)
-        if last is None:
+        if last is None or relay.has_length:
             self._client.break_off()
         else:
             relay.finish(last)

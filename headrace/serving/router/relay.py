@@ -71,6 +71,11 @@ class Relay:
         """The ``Content-Type``."""
         return next((value.decode("latin-1") for name, value in self.headers if name == b"content-type"), "")
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the head says how long the body is."""
+        return any(name == b"content-length" for name, _ in self.headers)
+
     def begin(self, status: int, headers: RawHeaders) -> None:
         """See `ResponseSink`."""
         self.status, self.headers, self.begun_at = status, headers, time.perf_counter()

@@ -111,13 +111,12 @@ class Worker:
 
     def lists(self, model: str) -> bool:
         """Whether it serves a model: by its id, or an adapter as ``parent:id``."""
-        if model in self.models:
-            return True
-        parent, _, name = model.partition(":")
-        while name and not (name in self.models and self.models[name].get("parent") == parent):
-            rest, _, name = name.partition(":")  # either may have colons
-            parent = f"{parent}:{rest}"
-        return bool(name)
+        if model in self.models or ":" not in model:
+            return model in self.models
+        return any(  # ``model`` is not searched for colons: it may be as long as a body
+            model.endswith(name) and found.get("parent") and model == f"{found['parent']}:{name}"
+            for name, found in self.models.items()
+        )
 
     @property
     def takes_requests(self) -> bool:
