@@ -30,11 +30,13 @@ class Expected(Enum):
     HEAD, BODY = "a head that has begun", "more of a body"
     REST = "the rest of what is not wanted any more"
     NEXT = "the next request"
+    READ = "nothing, but to read what it was sent"
 
 
 class ClientConnection(asyncio.Protocol):
     """The protocol of a `ListeningServer` whose application is a `Front`. Has the limits of
-    `headrace.serving.http.transport.connection.BoundedHttp`. ``is_paused``: see `Wire`."""
+    `headrace.serving.http.transport.connection.BoundedHttp`, and one for clients that send requests and read no
+    responses: `Expected.READ`. ``is_paused``: see `Wire`."""
 
     def __init__(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any],
@@ -80,9 +82,6 @@ class ClientConnection(asyncio.Protocol):
         reader.feed(data)
         if reader.refusal and requests and not requests[-1].is_whole:
             self._give_up_last()
-        if len(requests) > 1 and not self._is_reading_paused:
-            self._is_reading_paused = True
-            self.transport.pause_reading()
         self._advance()
 
     def eof_received(self) -> bool:
@@ -103,6 +102,8 @@ class ClientConnection(asyncio.Protocol):
         self.is_paused = False
         if self._requests and self._requests[0].answering is not None:
             self._requests[0].answering.resume()
+        else:
+            self.note_end()
 
     def shutdown(self) -> None:
         """Called by uvicorn: close, now or with the response that is being sent."""
@@ -116,15 +117,16 @@ class ClientConnection(asyncio.Protocol):
         return b"".join([b"%b: %b\r\n" % header for header in self._server.default_headers])
 
     def note_end(self) -> None:
-        """See `Wire`."""
+        """See `Wire`. Also when the client has read what waited for it."""
         if not self._is_advancing:
             self._advance()
 
     def _advance(self) -> None:
-        """Go on with the first request that is not answered."""
+        """Go on with the first request that is not answered. None begins before the client has read what there is for
+        it: otherwise it could ask for more and more and read nothing."""
         self._is_advancing, requests = True, self._requests
         try:
-            while requests and not self.transport.is_closing():
+            while requests and (requests[0].is_begun or not self.is_paused) and not self.transport.is_closing():
                 if not requests[0].is_ended:
                     self._go_on(requests[0])
                 if not requests[0].is_ended or not self._leave(requests[0]):
@@ -134,6 +136,10 @@ class ClientConnection(asyncio.Protocol):
         if self._reader.refusal and not (requests or self._is_lingering or self.transport.is_closing()):
             self.transport.write(self._reader.refusal)
             self._close(has_rest=True)
+        has_waiting = bool(requests) and not (len(requests) == 1 and requests[0].is_begun)
+        if has_waiting != self._is_reading_paused and not self.transport.is_closing():
+            self._is_reading_paused = has_waiting
+            (self.transport.pause_reading if has_waiting else self.transport.resume_reading)()
         self._set_deadline()
 
     def _go_on(self, request: ClientRequest) -> None:
@@ -155,9 +161,6 @@ class ClientConnection(asyncio.Protocol):
         if request.is_whole and request.keeps_alive:
             self._requests.popleft()
             self._num_dropped = 0
-            if self._is_reading_paused and len(self._requests) < 2:
-                self._is_reading_paused = False
-                self.transport.resume_reading()
             return True
         if not request.keeps_alive:
             self._close(has_rest=not request.is_whole)
@@ -166,6 +169,9 @@ class ClientConnection(asyncio.Protocol):
     def _give_up_last(self) -> None:
         """The last request will not be complete."""
         request = self._requests.pop()
+        if request.is_ended and self._reader.refusal:  # it has its response
+            self._reader.refusal = b""
+            self._close(has_rest=True)
         if request.is_begun:
             request.lose()
 
@@ -200,11 +206,14 @@ class ClientConnection(asyncio.Protocol):
                 self._expect(Expected.HEAD, connection.HEAD_TIMEOUT_S)
             else:
                 self._expect(Expected.NEXT, KEEP_ALIVE_S)
-        elif first.is_whole:
+        elif first.is_whole and first.is_begun:
             self._expect(None, math.inf)
         else:
-            self._expected = None  # each part of a body gives it time for the next one
-            self._expect(Expected.BODY, endpoint.GAP_TIMEOUT_S)
+            self._expected = None  # each part of a body, and each that was read, gives it time for the next one
+            if first.is_begun:
+                self._expect(Expected.BODY, endpoint.GAP_TIMEOUT_S)
+            else:
+                self._expect(Expected.READ, connection.REST_TIMEOUT_S)
 
     def _expect(self, what: Expected | None, within_s: float) -> None:
         """One timer a connection, which is not touched by requests that come and go: it looks at the deadline when it
@@ -230,7 +239,7 @@ class ClientConnection(asyncio.Protocol):
             num_bytes = self._requests[0].num_bytes
             message = f"no body data for {endpoint.GAP_TIMEOUT_S:g} s; {num_bytes} bytes were received"
             self.front.refuse(self._requests[0], BodyTooSlow(message))
-        elif expected is Expected.REST:
+        elif expected in (Expected.REST, Expected.READ):
             self.transport.abort()
         else:
             self.transport.close()

@@ -87,7 +87,8 @@ class ClientRequest:
         self._wire, self.scope, self.path = wire, scope, path_of(scope)
         self.given: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.keeps_alive = keeps_alive
-        self.expects_continue = self.given.get(b"expect", b"").lower() == b"100-continue"
+        expects = self.given.get(b"expect", b"").lower() == b"100-continue"
+        self.expects_continue = expects and scope["http_version"] == "1.1"
         self.parts: list[bytes] = []
         self.num_bytes = self.body_limit = 0
         self.status, self._head = 500, b""
@@ -107,6 +108,11 @@ class ClientRequest:
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts.clear()
         return body
+
+    def join_parts(self, begin: int) -> None:
+        """Make one part of those from ``begin`` on: objects of small chunks take many times what they hold."""
+        if len(self.parts) > begin + 1:
+            self.parts[begin:] = [b"".join(self.parts[begin:])]
 
     def begin(self, status: int, headers: RawHeaders) -> None:
         """The head of the response, which is sent with what follows. ``headers`` have lower-case names and nothing that

@@ -20,6 +20,8 @@ from headrace.serving.http.transport.connection import (
 from headrace.serving.http_client import RawHeaders
 from headrace.serving.router.client_request import ClientRequest, Wire
 
+NO_DATA = 400, f"more than {MAX_HEAD_BYTES} bytes of a body are no data of it"
+
 
 class RequestReader:
     """Appends requests to ``requests`` when their heads have come, and adds to the body of the last one. ``refusal`` is
@@ -34,6 +36,7 @@ class RequestReader:
         self.refusal, self.is_over = b"", False
         self.has_partial_head = False
         self._num_head_bytes = 0
+        self._num_bare = 0  # bytes since the last of a body: the parser keeps a line of a trailer, however long
         self.client = client
         self._wire = wire
         self._parser = httptools.HttpRequestParser(self)
@@ -55,6 +58,17 @@ class RequestReader:
             if end > 0 and not self._num_head_bytes and b"\r\nupgrade:" in data[:end].lower():
                 data = UPGRADE.sub(b"", data[:end]) + data[end:]
             self._num_head_bytes += len(data)
+        last = self.requests[-1] if self.requests else None
+        num_parts = 0 if last is None else len(last.parts)
+        self._num_bare += len(data)
+        self._parse(data)
+        num_kept = self._num_head_bytes if self._is_in_head else self._num_bare
+        if num_kept > MAX_HEAD_BYTES and not self.is_over:
+            self._refuse(TOO_LONG if self._is_in_head else NO_DATA)
+        if self.requests:
+            self.requests[-1].join_parts(num_parts if self.requests[-1] is last else 0)
+
+    def _parse(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # one that was not removed, or CONNECT: nobody knows what follows
@@ -63,9 +77,6 @@ class RequestReader:
         except httptools.HttpParserError:
             if not self.is_over:
                 self._refuse(NOT_HTTP)
-            return
-        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.is_over:
-            self._refuse(TOO_LONG)
 
     def on_message_begin(self) -> None:
         self.has_partial_head = True
@@ -80,6 +91,7 @@ class RequestReader:
 
     def on_headers_complete(self) -> None:
         self._is_in_head = self.has_partial_head = False
+        self._num_bare = 0
         if self.is_over:
             return
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
@@ -93,6 +105,7 @@ class RequestReader:
         self.requests.append(ClientRequest(self._wire, scope, keeps_alive=keeps_alive))
 
     def on_body(self, piece: bytes) -> None:
+        self._num_bare = 0
         if not self.is_over:
             request = self.requests[-1]
             request.num_bytes += len(piece)

@@ -157,6 +157,8 @@ def test_every_request_gets_the_response_of_its_worker(data: st.DataObject):
                     to_worker.pop(0)
                 elif client.protocol.is_paused:
                     client.protocol.resume_writing()
+            elif client.protocol.is_paused:  # the next request may wait for that
+                client.protocol.resume_writing()
             elif not to_router or client.is_over:
                 break
         found = read_responses(bytes(client.sent), len(bodies), is_over=client.is_over)
