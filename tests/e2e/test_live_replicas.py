@@ -94,7 +94,7 @@ def test_a_killed_replica_is_replaced_while_the_other_serves(pair: LiveServer):
     ]
     for thread in threads:
         thread.start()
-    pair.wait_until(lambda: all(one["stats"]["num_running"] > 0 for one in replicas(pair)), "both are busy")
+    pair.wait_until(lambda: sum(one["stats"]["num_running"] for one in replicas(pair)) == len(outputs), "all run")
     running = [one["stats"]["num_running"] for one in replicas(pair)]
     pid = replicas(pair)[0]["pid"]
     os.kill(pid, signal.SIGKILL)

@@ -247,6 +247,20 @@ async def test_what_comes_after_an_answer_is_dropped_within_bounds(port, monkeyp
         writer.close()
 
 
+@pytest.mark.parametrize("filler", [b"0\r\n", b"1;"], ids=["trailers", "an extension"])
+async def test_what_is_no_content_of_a_body_is_bounded(port, client, filler: bytes):
+    _reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(POST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n" + filler)
+    line = b"a: " + b"x" * 1000 + b"\r\n" if filler[:1] == b"0" else b"x" * 1000
+    with pytest.raises(ConnectionError):
+        for _ in range(4000):
+            writer.write(line)
+            await writer.drain()
+    writer.close()
+    answer, _ = await talk(port, SIZED + b"\r\n" + ASK, until=TEXT)
+    assert TEXT in answer and len(client.submitted) == 1
+
+
 async def test_a_connection_goes_on_behind_a_body_that_was_not_read(port):
     unread = b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n"
     answer, is_closed = await talk(port, unread, b"x" * 200_000, b"x" * 100_000, SIZED + b"\r\n" + ASK, until=TEXT)

@@ -212,8 +212,9 @@ class HalfClosed:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Closes connections whose request line and headers exceed `MAX_HEAD_BYTES` or take longer than `HEAD_TIMEOUT_S`.
-    Drops body bytes that arrive after an early response. Answers the last requests of a client that has shut down its
+    """Closes connections whose request line and headers exceed `MAX_HEAD_BYTES` or take longer than `HEAD_TIMEOUT_S`,
+    and those with as many bytes of a body that are none of its content, as endless trailers, which would be kept. Drops
+    body bytes that arrive after an early response. Answers the last requests of a client that has shut down its
     side.
 
     Removes ``Upgrade`` from a head that arrives in one piece: the parser drops the body of such requests, and Java's
@@ -224,6 +225,7 @@ class BoundedHttp(HttpToolsProtocol):
     _is_dropping = False
     _num_head_bytes = 0
     _num_dropped = 0
+    _num_frame_bytes = 0  # came since the latest content of a body
     _timer: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
 
@@ -269,15 +271,19 @@ class BoundedHttp(HttpToolsProtocol):
             if end > 0 and not self._num_head_bytes:
                 data = UPGRADE.sub(b"", data[:end]) + data[end:]
             self._num_head_bytes += len(data)
+        else:
+            self._num_frame_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+        if not self._is_in_head and self._num_frame_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+        elif self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse()
         # First bytes of a later request on a kept connection. Between requests uvicorn's keep-alive timer runs.
         elif self._is_in_head and self._num_head_bytes and self._timer is None:
             self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_in_head, self._num_frame_bytes = False, 0
         self._cancel_timer()
         super().on_headers_complete()
         # False when uvicorn made no cycle for this head.
@@ -286,6 +292,10 @@ class BoundedHttp(HttpToolsProtocol):
             if self.parser.get_http_version() < "1.1":
                 # The cycle's task starts in the loop's next turn; uvicorn has no hook for its ``send``.
                 self.cycle.send = UnframedResponse(self.cycle).send  # type: ignore[method-assign,assignment]
+
+    def on_body(self, body: bytes) -> None:
+        self._num_frame_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_head, self._num_head_bytes = True, 0
