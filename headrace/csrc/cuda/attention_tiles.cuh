@@ -2,7 +2,8 @@
 // products of a warpgroup, 64 rows by KEYS keys, and its softmax. Weights never leave registers: what is a result of the
 // first product is the left operand of the second one as it is.
 //
-// After numbers.cuh and hopper.cuh. -DE: the head dim, a multiple of 8 up to 128; -DFP16: float16 instead of bfloat16.
+// After numbers.cuh and hopper.cuh. -DE: the head dim, a multiple of 8 up to 128; -DGROUPS: warpgroups
+// that multiply, two or three; -DFP16: float16 instead of bfloat16.
 
 #ifdef FP16
 #define TYPE "f16"
@@ -200,4 +201,36 @@ __device__ void transpose(uint32 (&w)[4], int c) {
       const uint32 got = __shfl_xor_sync(~0u, upper ? w[a] : w[b], bit);
       if (upper) w[a] = got; else w[b] = got;
     }
+}
+
+// Registers of a thread: those that others give are there for warpgroups that multiply.
+__device__ __forceinline__ void keep_few_registers() {
+#if GROUPS == 2
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#else
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+#endif
+}
+__device__ __forceinline__ void take_registers() {
+#if GROUPS == 2
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#else
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+#endif
+}
+
+// Barriers of two tiles of queries and of STAGES blocks of keys and of values, which are empty once so many warps have
+// read them; by one thread.
+template <int STAGES, class Places>
+__device__ __forceinline__ void init_barriers(const Places &in, int readers) {
+  for (int i = 0; i < 2; i++) {
+    init_barrier(in.q_full + 8 * i, 1);
+    init_barrier(in.q_empty + 8 * i, readers);
+  }
+  for (int stage = 0; stage < STAGES; stage++) {
+    init_barrier(in.k_full + 8 * stage, 1);
+    init_barrier(in.k_empty + 8 * stage, readers);
+    init_barrier(in.v_full + 8 * stage, 1);
+    init_barrier(in.v_empty + 8 * stage, readers);
+  }
 }

@@ -43,6 +43,13 @@ __device__ __forceinline__ void widen_all(const uint4 &vector, float (&out)[8]) 
   for (int j = 0; j < 4; j++) out[2 * j] = widen(words[j]), out[2 * j + 1] = widen_high(words[j]);
 }
 
+// The jth of eight inputs.
+__device__ __forceinline__ float input_of(const uint32 (&vector)[WORDS], int j) {
+  if (!NARROW) return __uint_as_float(vector[j % WORDS]);
+  const uint32 pair = vector[j / 2 % WORDS];
+  return j % 2 ? widen_high(pair) : widen(pair);
+}
+
 struct Place {  // of a block: its outputs, and what lies in shared memory
   int first, last;
   uint32 full, empty;  // barriers of the ring's stages
@@ -274,9 +281,7 @@ __device__ __forceinline__ void multiply_rows(
       for (int m = 0; m < ROWS; m++) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-          const float own = NARROW ? (j % 2 ? widen_high(x[m][i][j / 2 % WORDS]) : widen(x[m][i][j / 2 % WORDS]))
-                                   : __uint_as_float(x[m][i][j % WORDS]);
-          sums[r * M + m] += w[j] * own;
+          sums[r * M + m] += w[j] * input_of(x[m][i], j);
         }
       }
     }
@@ -339,9 +344,7 @@ __device__ __forceinline__ void reduce(
       for (int m = 0; m < ROWS; m++) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-          const float value = NARROW ? (j % 2 ? widen_high(x[m][i][j / 2 % WORDS]) : widen(x[m][i][j / 2 % WORDS]))
-                                     : __uint_as_float(x[m][i][j % WORDS]);
-          sum += m == rank.row ? w[j] * value : 0.f;
+          sum += m == rank.row ? w[j] * input_of(x[m][i], j) : 0.f;
         }
       }
     }

@@ -413,16 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ char unaligned[];
   const Places in((shared_address(unaligned) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) {
-      init_barrier(in.q_full + 8 * i, 1);
-      init_barrier(in.q_empty + 8 * i, MATH_WARPS);
-    }
-    for (int stage = 0; stage < STAGES; stage++) {
-      init_barrier(in.k_full + 8 * stage, 1);
-      init_barrier(in.k_empty + 8 * stage, MATH_WARPS);
-      init_barrier(in.v_full + 8 * stage, 1);
-      init_barrier(in.v_empty + 8 * stage, MATH_WARPS);
-    }
+    init_barriers<STAGES>(in, MATH_WARPS);
     store_shared(in.asked, 0);
     for (int slot = 0; slot < SLOTS; slot++) init_barrier(in.tile_full + 8 * slot, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -432,20 +423,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
-#if GROUPS == 2
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#else
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-#endif
+    keep_few_registers();
     if (warp == 0) fetch_blocks<true>(call, in, &k_map, &q_map);
     if (warp == 1) fetch_blocks<false>(call, in, &v_map, &q_map);
     if (warp == 2 && threadIdx.x % 32 == 0) claim_tiles(call, in);
   } else {
-#if GROUPS == 2
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#else
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-#endif
+    take_registers();
     attend_tiles(call, in, warp / 4 - 1);
 #ifdef SPLITS
     merge_splits(call);

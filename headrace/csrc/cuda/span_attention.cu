@@ -323,47 +323,17 @@ __device__ void attend_tiles(const Call &call, const Places &in, int group) {
   }
 }
 
-// Registers of a thread: those that others give are there for warpgroups that multiply.
-__device__ __forceinline__ void keep_few_registers() {
-#if GROUPS == 2
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#else
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-#endif
-}
-__device__ __forceinline__ void take_registers() {
-#if GROUPS == 2
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#else
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-#endif
-}
-
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     span_attention(const __grid_constant__ Maps maps, const __grid_constant__ Call call) {
   extern __shared__ char unaligned[];
   const Places in((shared_address(unaligned) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) {
-      init_barrier(in.q_full + 8 * i, 1);
-      init_barrier(in.q_empty + 8 * i, MATH_WARPS);
-    }
-    for (int stage = 0; stage < STAGES; stage++) {
-      init_barrier(in.k_full + 8 * stage, 1);
-      init_barrier(in.k_empty + 8 * stage, MATH_WARPS);
-      init_barrier(in.v_full + 8 * stage, 1);
-      init_barrier(in.v_empty + 8 * stage, MATH_WARPS);
-    }
+    init_barriers<STAGES>(in, MATH_WARPS);
     for (int slot = 0; slot < SLOTS; slot++) init_barrier(in.tile_full + 8 * slot, 1);
-    publish_barriers();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  wait_for_previous();
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
     keep_few_registers();

@@ -30,8 +30,7 @@ from headrace.kernels.linear.waves import (
     count_copied_rows,
     find_all_fastest,
 )
-
-GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+from headrace.kernels.rowwise.triton import GATES
 
 
 class _Call(ctypes.Structure):
@@ -52,7 +51,7 @@ def find_kernel(tile: Tile, dtype: torch.dtype, activation: str, device: torch.d
         return load_kernel(
             "wave_product", device, tile.shared_bytes, WARPGROUPS=tile.warpgroups, HIGH=tile.high, WIDTH=tile.width,
             SUMS=sums, SUMS_1=sums + 1, SUMS_2=sums + 2, STAGES=tile.stages, SHARES_X=int(tile.shares_x),
-            GATE=GATES[activation], **kind,
+            GATE=GATES[activation] if activation else 0, **kind,
         )
     return None
 
