@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.cuda_trace import KERNELS, count_kernels, keep_after, print_kernels
 from headrace.base.adapters import AdapterConfig, LoadAdapter
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.messages import EngineRequest
@@ -32,6 +34,8 @@ from headrace.serving.bench import offline as workloads
 
 HERE = Path(__file__).parent
 RANK = 16
+TRACED = 64
+"""Tokens of each request at most, when kernels are traced."""
 COLD_TURNS, PAUSE_S = 7, 1.0
 """Cold adapters, and seconds between them, in which memory is pinned for the next one."""
 
@@ -87,6 +91,19 @@ def write_adapter(engine: Engine, folder: Path, dtype: torch.dtype) -> None:
     targets = sorted({name.rpartition(".")[2] for name, site in sites.sites.items() if site.kind == "linear"})
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def trace(
+    engine: Engine, prompts: list[list[int]], output_lens: list[int], adapters: list[str], after: float
+) -> None:
+    """Print where the device's time goes, after this share of the run."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(engine, prompts, output_lens, adapters)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
+    print_kernels(count_kernels(keep_after(events, after)), 24)
 
 
 def measure_cold(engine: Engine, vocab_size: int, dtype: torch.dtype) -> None:
@@ -150,7 +167,9 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=256, help="requests of a workload")
     parser.add_argument("--counts", default="1,8,64,mixed", help="adapters in the batch; mixed: 8, and half base")
     parser.add_argument("--cold", action="store_true", help="adapters that must be read alone, without workloads")
+    parser.add_argument("--no-cold", action="store_true", help="workloads alone")
     parser.add_argument("--workloads", default="latency1,offline256")
+    parser.add_argument("--trace", type=float, help="print kernels of each cell, after this share of its first tokens")
     args = parser.parse_args()
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     began = time.perf_counter()
@@ -163,9 +182,10 @@ def main() -> None:
         print(f"{line.name:24s} {line.num_bytes / 2**30:8.2f} GiB  {line.note}", flush=True)
     gc.collect()
     gc.freeze()  # as `headrace.LLM` does: a collection in a run would look at the whole model
-    for dtype in (torch.bfloat16, torch.float32):
-        measure_cold(engine, vocab_size, dtype)
-    measure_stall(engine, vocab_size)
+    if not args.no_cold:
+        for dtype in (torch.bfloat16, torch.float32):
+            measure_cold(engine, vocab_size, dtype)
+        measure_stall(engine, vocab_size)
     if args.cold:
         return engine.close()
     engine.executor.adapters._read = make_weights
@@ -189,6 +209,8 @@ def main() -> None:
             seconds[cell] = statistics.median(run(engine, prompts, output_lens, adapters) for _ in range(args.repeats))
             share = seconds["base"] / seconds[cell]
             print(f"{workload:12s} {cell:24s} {seconds[cell]:8.3f} s  {100 * share:6.1f} % of base", flush=True)
+            if args.trace is not None:
+                trace(engine, prompts, [min(TRACED, length) for length in output_lens], adapters, args.trace)
     engine.close()
 
 

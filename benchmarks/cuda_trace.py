@@ -2,8 +2,9 @@
 
 Runs the workload once to warm up and once under torch's profiler. Prints how much of the time between the first and the
 last kernel the device ran nothing, and the kernels by the share of time they took; with ``--windows`` also what a layer
-of a step takes in each of so many equal parts of the run. ``startup`` as the workload tells instead how long each stage
-of loading took.
+of a step takes in each of so many equal parts of the run, with ``--after`` only what ran after that share of it:
+decodes alone, where prompts are computed first. ``startup`` as the workload tells instead how long each stage of
+loading took.
 """
 
 from __future__ import annotations
@@ -43,6 +44,19 @@ def find_idle(spans: list[tuple[float, float]]) -> tuple[float, float]:
         idle += max(0.0, begin - end)
         end = max(end, begin + duration)
     return end - spans[0][0], idle
+
+
+def keep_after(events: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
+    """Events that begin after this share of the time from the first to the last."""
+    begin, end = min(e["ts"] for e in events), max(e["ts"] for e in events)
+    return [e for e in events if e["ts"] >= begin + share * (end - begin)]
+
+
+def print_kernels(kernels: list[tuple[str, int, float, float]], rows: int) -> None:
+    """A line a kernel of `count_kernels`, ``rows`` at most."""
+    busy = sum(own for *_, own in kernels)
+    for name, count, us, own in kernels[:rows]:
+        print(f"{100 * own / busy:6.2f} % {count:8d} x {own / count:9.2f} us, {us / count:.2f} in all  {name}")
 
 
 def count_kernels(events: list[dict[str, Any]], *, by_previous: bool = False) -> list[tuple[str, int, float, float]]:
@@ -101,7 +115,8 @@ def record(llm: Any, run: Callable[[], object]) -> list[dict[str, Any]]:
 
 
 def trace(
-    model: str, workload: str, options: dict[str, Any], *, most_tokens: int, windows: int = 0, by_previous: bool = False
+    model: str, workload: str, options: dict[str, Any], *, most_tokens: int, windows: int = 0,
+    by_previous: bool = False, after: float = 0.0
 ) -> dict[str, Any]:
     """Run and measure. Outputs are cut to ``most_tokens`` each: a trace of everything would not fit into memory."""
     config = read_config(model)
@@ -110,7 +125,7 @@ def trace(
     with build(model, options) as llm:
         run_workload(llm, prompts, output_lens)
         plain = run_workload(llm, prompts, output_lens)
-        events = record(llm, lambda: run_workload(llm, prompts, output_lens))
+        events = keep_after(record(llm, lambda: run_workload(llm, prompts, output_lens)), after)
     total, idle = find_idle([(e["ts"], e["dur"]) for e in events])
     return {
         "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4),
@@ -147,6 +162,7 @@ def main() -> None:
         "--windows", type=int, default=0,
         help="parts of the run to tell apart; take --most-tokens as large as outputs are"
     )
+    parser.add_argument("--after", type=float, default=0.0, help="share of the run whose kernels are left out")
     parser.add_argument("--rows", type=int, default=16, help="kernels to print")
     parser.add_argument("--by-previous", action="store_true", help="tell kernels apart by the kernel before, too")
     parser.add_argument("--json", type=Path, help="write everything here")
@@ -155,12 +171,10 @@ def main() -> None:
         return time_startup(args.model, args.options)
     traced = trace(
         args.model, args.workload, args.options, most_tokens=args.most_tokens, windows=args.windows,
-        by_previous=args.by_previous,
+        by_previous=args.by_previous, after=args.after,
     )
     print({key: value for key, value in traced.items() if key not in ("kernels", "windows")})
-    busy = sum(own for *_, own in traced["kernels"])
-    for name, count, us, own in traced["kernels"][: args.rows]:
-        print(f"{100 * own / busy:6.2f} % {count:8d} x {own / count:9.2f} us, {us / count:.2f} in all  {name}")
+    print_kernels(traced["kernels"], args.rows)
     for row in traced["windows"]:
         print("  ".join(f"{name} {value:.1f}" for name, value in row.items()))
     if args.json:
