@@ -10,7 +10,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -29,8 +29,30 @@ MOST_NUMBER = 1e6
 """Of `MediaPlace.numbers`, which positions are computed from."""
 MOST_SIDE = 1 << 16
 """Pixels of an image's side."""
+DATA = "data:;base64,"
+"""The head of a data URI that names no type."""
 DTYPES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 """Of arrays, with the bytes of an element; processors compute in float32."""
+
+
+class Base64Text(str):
+    """Base64 of a large body, bare or of a data URI, that stays bytes: as a `str` it is only what stands before it, the
+    head of the URI. ``data``, a `memoryview`, is the base64 itself, which whoever decodes it checks. As text it would
+    be copied three times with the GIL held, for tens of milliseconds."""
+
+    data: Any  # a memoryview, which goes where bytes do
+
+    @classmethod
+    def of(cls, head: str, data: memoryview) -> Base64Text:
+        """Base64 behind the head of a data URI, which ends in a comma, or behind nothing."""
+        text = cls(head)
+        text.data = data
+        return text
+
+
+def as_data_uri(text: str) -> str:
+    """A data URI of bare base64."""
+    return Base64Text.of(DATA, text.data) if isinstance(text, Base64Text) and not text else DATA + text
 
 
 class Array(Protocol):

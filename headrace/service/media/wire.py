@@ -33,9 +33,9 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
-    """One item to prepare. ``sha256`` is of ``data``, which with ``is_base64`` are base64 text. ``options`` are those
-    of the request, such as ``detail``. Requests with different salts (``salt``) do not share what was prepared.
-    ``size``: bytes of data that follow the message."""
+    """One item to prepare. ``sha256`` is of ``data``, which with ``is_base64`` are base64 text, and may be a view of a
+    request's body. ``options`` are those of the request, such as ``detail``. Requests with different salts (``salt``)
+    do not share what was prepared. ``size``: bytes of data that follow the message."""
 
     kind: MediaKind
     data: bytes
@@ -51,7 +51,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         holds the GIL, which is why worker processes do it."""
         if not self.is_base64:
             return self
-        given = unquote_to_bytes(self.data) if b"%" in self.data else self.data  # URIs may encode any letter
+        given = bytes(self.data)  # of bytes it is the same, of a view a copy
+        given = unquote_to_bytes(given) if b"%" in given else given  # URIs may encode any letter
         text = given.translate(_URL_SAFE, b" \r\n\t")
         try:
             data = binascii.a2b_base64(text + b"=" * (-len(text) % 4), strict_mode=True)

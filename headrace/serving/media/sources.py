@@ -15,7 +15,7 @@ from typing import TypeVar
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from headrace.base.errors import MediaError
-from headrace.base.media import MediaKind
+from headrace.base.media import Base64Text, MediaKind
 from headrace.base.media_config import MediaConfig
 from headrace.service.media.wire import Job
 from headrace.serving.media.fetching import Fetcher
@@ -55,7 +55,10 @@ class MediaReader:
         """The content of a data URI, http, https or file URL. Raises `MediaError`, or `QueueFull`. Base64 stays text:
         the same text is found among what is prepared by its digest alone."""
         scheme, is_base64 = url[:8].partition(":")[0].lower(), False
-        if scheme == "data":
+        if isinstance(url, Base64Text):
+            self._check_size(len(url.data) // 4 * 3, param)
+            data, is_base64 = url.data, True
+        elif scheme == "data":
             data, is_base64 = await self._off_loop(len(url), lambda: self._read_uri(url, param))
         elif scheme == "file":
             data = await asyncio.to_thread(self._read_file, url, param)

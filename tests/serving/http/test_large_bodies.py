@@ -198,4 +198,4 @@ def test_long_texts_without_escapes_are_skipped():
             times.append(time.thread_time() - began)
         return min(times)
 
-    assert measure(spans.find_spans) < measure(spans.check_num_values)
+    assert measure(spans.find_spans) + measure(spans.check_num_values) < measure(msgspec.json.decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 
 import msgspec
 import pytest
@@ -12,10 +13,12 @@ from fake_client import FakeClient
 from media_desk import AUDIO, CAT, DOG, FACTS, IMAGE, VIDEO, Desk, b64, uri
 
 from headrace.base.config import EngineConfig
+from headrace.base.media import Base64Text
 from headrace.base.media_config import MediaConfig
 from headrace.base.pooling import PoolingFacts
 from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
+from headrace.serving.media.sources import MediaReader
 
 
 @pytest.fixture
@@ -155,6 +158,65 @@ async def test_every_api(http, client, path, body, prompt):
     assert answer.status_code == 200, answer.text
     assert prompt in text_of(client.prompts[-1])
     assert [(kind, name) for kind, name, _ in seen(client)] == [("image", digest(CAT))]
+
+
+BIG_CAT = CAT * 300_000
+"""Its requests are decoded in pieces."""
+
+
+@pytest.mark.parametrize("path, body, stays_bytes", [
+    ("/v1/chat/completions", chat(image(BIG_CAT)), True),
+    ("/v1/chat/completions", chat({"type": "image_url", "image_url": uri(BIG_CAT)}), True),
+    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": [
+        {"type": "image", "source": {**ANTHROPIC, "data": b64(BIG_CAT)}},
+    ]}]}, True),
+    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": [
+        {"type": "image", "source": {"type": "url", "url": uri(BIG_CAT)}},
+    ]}]}, True),
+    ("/api/chat", {"model": "fake-model", "stream": False, "messages": [
+        {"role": "user", "content": "what?", "images": [b64(BIG_CAT)]}
+    ]}, True),
+    ("/generate", {"text": "a<image>b", "image_data": b64(BIG_CAT)}, True),
+    ("/generate", {"text": "a<image>b", "image_data": [uri(BIG_CAT)]}, True),
+    ("/v1/completions", {"prompt": "a<image>b", "image_data": uri(BIG_CAT), "max_tokens": 2}, True),
+    ("/v1/responses", {"input": [{"role": "user", "content": [  # which may be stored
+        {"type": "input_image", "image_url": uri(BIG_CAT), "detail": "auto"},
+    ]}]}, False),
+])
+async def test_base64_of_large_bodies_stays_bytes(http, client, monkeypatch, path, body, stays_bytes):
+    """As a text it would be copied with the GIL held, which holds up the streams of others."""
+    data: list[object] = []
+    found = MediaReader.read_url
+
+    async def read(reader: MediaReader, url: str, param: str):
+        data.append(url.data.obj if isinstance(url, Base64Text) else None)
+        return await found(reader, url, param)
+
+    monkeypatch.setattr(MediaReader, "read_url", read)
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert [name for _, name, _ in seen(client)] == [digest(BIG_CAT)]
+    assert [isinstance(each, bytes) and b64(BIG_CAT).encode() in each for each in data] == [stays_bytes]
+
+
+async def test_base64_with_escapes_in_large_bodies(http, client):
+    """Some JSON writers put a backslash before each slash."""
+    data = b"\xff\xff\xff" * 200_000  # in base64 slashes alone
+    whole = json.dumps(chat(image(data))).replace("/", "\\/").encode()
+    answer = await http.post("/v1/chat/completions", content=whole, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    assert [name for _, name, _ in seen(client)] == [digest(data)]
+
+
+@pytest.mark.parametrize("url, status", [
+    ("data:;base64," + "!" * 600_000, 400), ("data:a,b;base64," + "Y" * 600_000, 200), ("Y" * 600_000, 400),
+    ("data:text/plain," + "Y" * 600_000, 200), ("data:" + "x" * 600_000, 400),
+])
+async def test_other_addresses_in_large_bodies(http, url, status):
+    answer = await http.post("/v1/chat/completions", json=chat({"type": "image_url", "image_url": {"url": url}}))
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["param"] == "messages[0].content[0].image_url.url" and len(answer.text) < 1000
 
 
 async def test_counting_counts_media(http):

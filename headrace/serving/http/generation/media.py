@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError
-from headrace.base.media import MediaKind
+from headrace.base.media import MediaKind, as_data_uri
 from headrace.service.client.media import place_items
 from headrace.service.media.wire import PreparedItem
 from headrace.serving.http.generation.context import AppContext, compute
@@ -35,7 +35,6 @@ from headrace.serving.media.intake import MediaRef
 KINDS: dict[type, MediaKind] = {
     ImagePart: "image", PlacedImage: "image", AudioPart: "audio", AudioUrlPart: "audio", VideoPart: "video"
 }
-DATA = "data:;base64,"
 
 
 def template_content(content: str | list[ContentPart] | None) -> str | list[dict[str, str]]:
@@ -64,12 +63,12 @@ def _ref(part: MediaPart, where: str) -> MediaRef:
     match part:
         case PlacedImage(image_url=ImageUrl(url=url, detail=detail), param=param):
             return MediaRef(kind, url, param, detail)
-        case PlacedImage(image_url=url, param=param):
-            return MediaRef(kind, str(url), param)
+        case PlacedImage(image_url=str() as url, param=param):
+            return MediaRef(kind, url, param)
         case ImagePart(image_url=ImageUrl(url=url, detail=detail)):
             return MediaRef(kind, url, f"{where}.image_url.url", detail)
-        case ImagePart(image_url=url):
-            return MediaRef(kind, str(url), f"{where}.image_url")
+        case ImagePart(image_url=str() as url):
+            return MediaRef(kind, url, f"{where}.image_url")
         case AudioPart():
             return MediaRef(kind, _address(part.input_audio.data), f"{where}.input_audio.data")
         case AudioUrlPart(audio_url=given):
@@ -113,7 +112,7 @@ def _flat(given: MediaData, name: str) -> str | list[str]:
 
 
 def _address(text: str) -> str:
-    return text if text[:5].lower() == "data:" or "://" in text[:16] else DATA + text
+    return text if text[:5].lower() == "data:" or "://" in text[:16] else as_data_uri(text)
 
 
 async def place_fields(

@@ -6,9 +6,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+STAYS_BYTES = "stays_bytes"
+"""In what `Meta` says beside bounds: base64 of large bodies becomes `Base64Text`, of data URIs ("uri") or also bare
+("bare"). Only for fields that nobody writes into another message."""
 Detail = Literal["low", "high", "auto", "original"]
-Url = Annotated[str, Meta(min_length=1)]
-Base64 = Annotated[str, Meta(min_length=1)]
+Url = Annotated[str, Meta(min_length=1, extra={STAYS_BYTES: "uri"})]
+Base64 = Annotated[str, Meta(min_length=1, extra={STAYS_BYTES: "bare"})]
+"""Base64, a data URI or another address."""
 
 
 class TextPart(Struct, kw_only=True, tag_field="type", tag="text"):

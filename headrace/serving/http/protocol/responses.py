@@ -22,7 +22,7 @@ from headrace.serving.http.protocol.fields import (
     ToolName,
     TopP,
 )
-from headrace.serving.http.protocol.media import Detail, Url
+from headrace.serving.http.protocol.media import Detail
 from headrace.serving.http.protocol.openai import ChatTemplate, Verbosity
 from headrace.serving.http.protocol.tools import (
     MAX_DESCRIPTION,
@@ -52,7 +52,7 @@ class InputPart(Struct, kw_only=True, omit_defaults=True):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal", "input_image"]
     text: str | None = None
     refusal: str | None = None
-    image_url: Url | None = None
+    image_url: Annotated[str, Meta(min_length=1)] | None = None  # stored as it is: no `Url`
     detail: Detail | None = None
     file_id: str | None = None
     annotations: list[Any] | None = None

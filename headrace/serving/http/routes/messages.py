@@ -7,12 +7,13 @@ from msgspec import Raw
 from starlette.requests import Request
 
 from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.media import as_data_uri
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
 from headrace.serving.http.generation.chat import Chat, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import compute, read_request
 from headrace.serving.http.generation.conversation import count_prompt
-from headrace.serving.http.generation.media import DATA, media_of, prepare_media
+from headrace.serving.http.generation.media import media_of, prepare_media
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, named_frame, start_stream
 from headrace.serving.http.protocol import messages as wire
@@ -93,7 +94,7 @@ def _part(block: wire.TextBlock | wire.ImageBlock, param: str) -> TextPart | Pla
         return TextPart(text=block.text)
     if isinstance(block.source, wire.UrlSource):
         return PlacedImage(image_url=block.source.url, param=f"{param}.source.url")
-    return PlacedImage(image_url=DATA + block.source.data, param=f"{param}.source.data")
+    return PlacedImage(image_url=as_data_uri(block.source.data), param=f"{param}.source.data")
 
 
 def _result(block: wire.ToolResultBlock, param: str) -> str | list[ContentPart]:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from headrace.base import VERSION
 from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.media import as_data_uri
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import unpack_floats
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
@@ -20,7 +21,6 @@ from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, T
 from headrace.serving.http.generation.chat import OutputPlan, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
-from headrace.serving.http.generation.media import DATA
 from headrace.serving.http.generation.pooling import check_amount, encoder_for, require_kind, run_pooling, tokenize
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, start_stream
@@ -79,7 +79,7 @@ def _with_images(text: str | None, images: list[str] | None, where: str) -> str 
     if not images:
         return text
     parts: list[ContentPart] = [
-        PlacedImage(image_url=DATA + image, param=f"{where}images[{i}]") for i, image in enumerate(images)
+        PlacedImage(image_url=as_data_uri(image), param=f"{where}images[{i}]") for i, image in enumerate(images)
     ]
     return [*parts, TextPart(text=text)] if text else parts
 

@@ -17,10 +17,13 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from headrace.base.errors import ContextLengthExceeded
+from headrace.base.media import Base64Text
+from headrace.serving.http.protocol.media import STAYS_BYTES
 from headrace.serving.http.transport.spans import PIECE_BYTES, Span, check_blank, find_spans, text_parts
 
 TokenIds = list[int] | array  # type: ignore[type-arg]
 """Token ids of a request: a list, or packed as ``array("i")`` where they came in a large body."""
+MAX_URI_HEAD = 256
 SAMPLE_CHARS = 64
 """Characters of a large text that an error may show."""
 S = TypeVar("S", bound=msgspec.Struct)
@@ -28,6 +31,7 @@ Member = tuple[Any, tuple[msgspec.Meta, ...]]
 """One type of a union, with its bounds."""
 _PARTS = re.compile(r"^(?P<reason>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _INDEX = re.compile(r"^\[(\d+)\]")
+_URI_HEAD = re.compile(rb"[\x20-\x2b\x2d-\x7e]*;base64,", re.IGNORECASE)
 _TEXT = msgspec.json.Decoder(str)
 _QUOTE, _LIST = 0x22, 0x5B
 _LISTS: tuple[Any, ...] = (list, Any)
@@ -109,9 +113,26 @@ class PieceReader:
             begin = end
         return parts[0] if len(parts) == 1 else "".join(parts)
 
+    def _as_bytes(self, span: Span, form: str) -> Base64Text | None:
+        """A text of one of the forms of `STAYS_BYTES`; None for another one, or with escapes."""
+        begin, end = span.begin + 1, span.end - 1
+        head = self._body[begin : begin + MAX_URI_HEAD]
+        if head[:5].lower() == b"data:":
+            found = _URI_HEAD.match(head)
+            length = -1 if found is None else found.end()
+        else:
+            length = -1 if form != "bare" or b"://" in head[:16] else 0
+        places = range(begin, end, PIECE_BYTES)
+        if length < 0 or any(self._body.find(b"\\", at, min(at + PIECE_BYTES, end)) >= 0 for at in places):
+            return None
+        return Base64Text.of(head[:length].decode("ascii"), memoryview(self._body)[begin + length : end])
+
     def _long_text(self, span: Span, wanted: Any, members: list[Member]) -> str:
-        text = self._text(span)
         bounds = next((bounds for kind, bounds in members if kind in (str, Any)), None)
+        forms = [bound.extra[STAYS_BYTES] for bound in bounds or () if bound.extra and STAYS_BYTES in bound.extra]
+        if forms and (held := self._as_bytes(span, forms[0])) is not None:
+            return held
+        text = self._text(span)
         if bounds is None:
             _decode(msgspec.json.encode(text[:SAMPLE_CHARS]), wanted)  # raises, with the names of the types
             raise msgspec.ValidationError("Invalid enum value")
