@@ -1,7 +1,7 @@
 """Images through the engine on a GPU, on a model of Qwen2.5-VL-7B's or Qwen3-VL-8B's shape with random weights:
 requests of one 1024 x 1024 image and 128 tokens out; the encoder's speed alone; first token of a repeated image.
 
-python -m benchmarks.vision [--model qwen3-vl-8b] [--requests 64] [--layers 28] [--encoder-only]
+python -m benchmarks.vision [--model qwen3-vl-8b] [--requests 64] [--layers 28] [--encoder-only] [--graphs lazy]
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--layers", type=int, default=28, help="of the decoder")
     parser.add_argument("--encoder-only", action="store_true")
+    parser.add_argument("--graphs", choices=["on", "lazy"], default="on", help="lazy: recorded while requests wait")
     options = parser.parse_args()
     shape, folder = MODELS[options.model], Path(tempfile.mkdtemp())
     config = json.loads(json.dumps(shape.config))
@@ -151,7 +152,7 @@ def main() -> None:
     (folder / "config.json").write_text(json.dumps(config))
     engine = build_engine(engine_config(
         model=str(folder), load_format="dummy", skip_tokenizer=True, device="cuda", max_model_len=4096,
-        max_running_requests=max(64, options.requests), graphs="lazy", encoder_cache_mib=1024,
+        max_running_requests=max(64, options.requests), graphs=options.graphs, encoder_cache_mib=1024,
     ))
     for count in (1, 4, 16):
         seconds = time_encoder(engine, count, shape.num_tokens)
@@ -159,6 +160,7 @@ def main() -> None:
         print(f"encoder, {count:2} images: {seconds * 1e3:7.2f} ms, {speed:5.0f} TFLOP/s")
     if not options.encoder_only:
         run_requests(engine, shape, options.requests)
+        print(f"kernels that a step waited for: {engine.executor.late_kernels}")
     engine.close()
 
 
