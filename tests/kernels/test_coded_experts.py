@@ -251,10 +251,10 @@ def test_gathered_rows_have_even_columns_first(width: int, device: str, dtype: t
     x = torch.randn(5, width).to(device, dtype)
     ids = torch.tensor([[1, 0], [2, -1], [-1, -1], [0, 2], [2, 1]], device=device)
     order, _place, ends = reference.group_pairs(ids, 3)
-    for evens_first in (False, True):
+    for evens_first, at_once in itertools.product((False, True), (1, 4)):
         out = torch.full((10, width), 7.0, device=device, dtype=dtype)
-        _gather_kernel[(10, ceil_div(width, GATHER_BLOCK))](
-            x, order, ends, out, out, width, 10, D=width, TOP_K=2, X=3, BLOCK=GATHER_BLOCK, GROUP=0,
+        _gather_kernel[(ceil_div(10, at_once), ceil_div(width, GATHER_BLOCK))](
+            x, order, ends, out, out, width, 10, D=width, TOP_K=2, X=3, ROWS=at_once, BLOCK=GATHER_BLOCK, GROUP=0,
             EVENS_FIRST=evens_first, PDL=False,
         )
         rows = x[order[: int(ends[-1])].long() // 2]

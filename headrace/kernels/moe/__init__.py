@@ -106,6 +106,10 @@ MANY_CODED_EXPERTS = Operation("coded experts kernel for many tokens")
 """As `CODED_EXPERTS`, where arithmetic bounds a step; all but the reference return None for codes that they do not
 take: these are dequantised for the call then, as all are where there is no other solution."""
 
+MANY_EXPERTS = Operation("experts kernel for many tokens")
+"""As `RUN_EXPERTS`, where arithmetic bounds a step (not `is_few`); all but the reference may return None: then a step
+runs `GROUP_PAIRS`, `GROUPED_LINEAR`, `GATE_PAIRS` and `SUM_PAIRS`, as all do where there is no other solution."""
+
 GROUP_PAIRS = Operation("pair grouping kernel")
 """``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the (token, expert)
 pairs stably sorted by expert (pair n is choice n % k of token n // k); the position of each pair in that order, its
@@ -152,6 +156,10 @@ RUN_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:run_experts",
     doc="plain torch, an expert at a time; waits for the choices"
 )
+MANY_EXPERTS.add(
+    "reference", "headrace.kernels.moe.reference:run_experts",
+    doc="plain torch, an expert at a time; waits for the choices"
+)
 CODED_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:coded_experts", doc="dequantises the matrices at every call"
 )
@@ -183,6 +191,10 @@ def _reason_against_plain_few(query: KernelQuery) -> str | None:
     if any(query.shape.get(name, 0) % 8 for name in ("width", "expert_width")):
         return "takes widths in steps of 8"
     return _reason_against_hopper(query)
+
+
+def _reason_against_plain_many(query: KernelQuery) -> str | None:
+    return _reason_against_plain_few(query) or (None if query.capability == (9, 0) else "compiled for Hopper alone")
 
 
 def _reason_against_route(query: KernelQuery) -> str | None:
@@ -226,6 +238,12 @@ CODED_EXPERTS.add(
 MANY_CODED_EXPERTS.add(
     "cuda", "headrace.kernels.moe.many:run_experts", supports=_reason_against_hopper, priority=10,
     doc="own CUDA C++: MXFP4 with plain rows, FP8 with rows in FP8",
+)
+
+
+MANY_EXPERTS.add(
+    "cuda", "headrace.kernels.moe.plain_many:run_experts", supports=_reason_against_plain_many, priority=10,
+    doc="own CUDA C++: rows gathered by expert, two products, of which the first ends with the activation",
 )
 
 

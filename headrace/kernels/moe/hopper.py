@@ -24,7 +24,8 @@ from headrace.kernels.moe.triton import group_pairs
 from headrace.kernels.rowwise import Gate
 
 MOST_CODE = tl.constexpr(LARGEST)
-GATHER_BLOCK = 1024
+GATHER_BLOCK, GATHER_ROWS, MANY_PAIRS = 1024, 4, 4096
+"""Columns of a program that gathers, and rows where there are more than so many: it then asks for 8 KB at once."""
 FEW_MXFP4_TOKENS = 4
 """Up to so many tokens `coded` is faster in MXFP4. On an H200, microseconds with choices and sums, of 4, 6, 8 and 16
 tokens: gpt-oss-20b 80, 193, 209, 303 in `coded` and 105, 119, 130, 172 here; DeepSeek-V4-Flash 150, 327, 414, 733 and
@@ -34,25 +35,30 @@ tokens: gpt-oss-20b 80, 193, 209, 303 in `coded` and 105, 119, 130, 172 here; De
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gather_kernel(
     x_ptr, order_ptr, ends_ptr, out_ptr, scales_ptr, x_stride, num_pairs, D: tl.constexpr, TOP_K: tl.constexpr,
-    X: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVENS_FIRST: tl.constexpr, PDL: tl.constexpr
+    X: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVENS_FIRST: tl.constexpr,
+    PDL: tl.constexpr
 ):
-    """Rows of x in the order of pairs; with GROUP in FP8, with a scale [D / GROUP, N] for each group. EVENS_FIRST: of
-    each 16 columns the even ones come first; D is then a multiple of 16."""
-    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Rows of x in the order of pairs, ROWS by BLOCK columns a program; with GROUP in FP8, with a scale [D / GROUP, N]
+    for each group. EVENS_FIRST: of each 16 columns the even ones come first; D is then a multiple of 16."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
-    if row < tl.load(ends_ptr + X - 1):  # entries of pairs without an expert are arbitrary
-        token = (tl.load(order_ptr + row) // TOP_K).to(tl.int64)
-        x = tl.load(x_ptr + token * x_stride + column, mask=column < D, other=0.0)
-        if GROUP:
-            groups = tl.reshape(x.to(tl.float32), [BLOCK // GROUP, GROUP])
-            scale = tl.max(tl.abs(groups), axis=1) / MOST_CODE
-            scale = tl.where(scale > 0, scale, 1.0)
-            group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-            tl.store(scales_ptr + group * num_pairs + row, scale, mask=group * GROUP < D)
-            x = tl.reshape(groups / scale[:, None], [BLOCK])
-        if EVENS_FIRST:
-            x = tl.reshape(tl.permute(tl.reshape(x, [BLOCK // 16, 8, 2]), [0, 2, 1]), [BLOCK])
-        tl.store(out_ptr + row.to(tl.int64) * D + column, x.to(out_ptr.dtype.element_ty), mask=column < D)
+    is_there = row < tl.load(ends_ptr + X - 1)  # entries of pairs without an expert are arbitrary
+    mask = is_there[:, None] & (column < D)[None, :]
+    token = (tl.load(order_ptr + row, mask=is_there, other=0) // TOP_K).to(tl.int64)
+    x = tl.load(x_ptr + token[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
+    if GROUP:
+        groups = tl.reshape(x.to(tl.float32), [ROWS, BLOCK // GROUP, GROUP])
+        scale = tl.max(tl.abs(groups), axis=2) / MOST_CODE
+        scale = tl.where(scale > 0, scale, 1.0)
+        group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(
+            scales_ptr + group[None, :] * num_pairs + row[:, None], scale,
+            mask=is_there[:, None] & (group * GROUP < D)[None, :]
+        )
+        x = tl.reshape(groups / scale[:, :, None], [ROWS, BLOCK])
+    if EVENS_FIRST:
+        x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, BLOCK // 16, 8, 2]), [0, 1, 3, 2]), [ROWS, BLOCK])
+    tl.store(out_ptr + row[:, None].to(tl.int64) * D + column[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gather_rows(
@@ -71,9 +77,11 @@ def _gather(
     pairs, width = len(order), x.shape[1]
     out = torch.empty((pairs, width), dtype=torch.float8_e4m3fn if is_fp8 else x.dtype, device=x.device)
     scales = torch.empty((ceil_div(width, DEPTH), pairs), dtype=torch.float32, device=x.device) if is_fp8 else out
-    _gather_kernel[(pairs, ceil_div(width, GATHER_BLOCK))](
-        x, order, ends, out, scales, x.stride(0), pairs, D=width, TOP_K=top_k, X=len(ends), BLOCK=GATHER_BLOCK,
-        GROUP=DEPTH if is_fp8 else 0, EVENS_FIRST=evens_first, PDL=True, num_warps=4, launch_pdl=True,
+    rows = GATHER_ROWS if pairs > MANY_PAIRS else 1
+    _gather_kernel[(ceil_div(pairs, rows), ceil_div(width, GATHER_BLOCK))](
+        x, order, ends, out, scales, x.stride(0), pairs, D=width, TOP_K=top_k, X=len(ends), ROWS=rows,
+        BLOCK=GATHER_BLOCK, GROUP=DEPTH if is_fp8 else 0, EVENS_FIRST=evens_first, PDL=True, num_warps=4,
+        launch_pdl=True,
     )
     return out, scales
 

@@ -149,8 +149,8 @@ def own_experts(ids: torch.Tensor, first: int, count: int, *, pdl: bool = False)
 
 own_experts_pdl = partial(own_experts, pdl=True)
 
-AT_ONCE = (1024, 4096)
-"""Pairs per iteration of `_group_kernel`: up to 4096 pairs, and more. Two sizes, two kernels to compile."""
+AT_ONCE, FEW_PAIRS = (1024, 16384), 4096
+"""Pairs per iteration of `_group_kernel`: up to ``FEW_PAIRS`` pairs, and more. Two sizes, two kernels to compile."""
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def group_pairs(
     pairs = ids.numel()
     order, place = (torch.empty(pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    block = AT_ONCE[pairs > AT_ONCE[-1]]
+    block = AT_ONCE[pairs > FEW_PAIRS]
     _group_kernel[(num_experts + 1,)](
         ids, order, place, ends, pairs, X=num_experts, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512),
         launch_pdl=pdl

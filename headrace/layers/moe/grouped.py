@@ -15,6 +15,7 @@ from headrace.kernels.moe import (
     GROUP_PAIRS,
     GROUPED_LINEAR,
     MANY_CODED_EXPERTS,
+    MANY_EXPERTS,
     MOST_CODED_PAIRS_EACH,
     MOST_PAIRS_EACH,
     RUN_EXPERTS,
@@ -54,8 +55,8 @@ def _plain(stack: StackedLinear, dtype: torch.dtype) -> torch.Tensor:
 
 class FusedExperts:
     """See `Experts`; speaks `CHOICES`. A few fused kernels while the step is bound by reading the experts' matrices,
-    plain or in codes; beyond that, as decided by `is_few`, kernels for many rows of codes where there are any, else
-    grouped products of rows sorted by expert."""
+    plain or in codes; beyond that, as decided by `is_few`, kernels for many rows where there are any, else grouped
+    products of rows sorted by expert."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
@@ -66,7 +67,10 @@ class FusedExperts:
         )
         self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
         self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
-        self._run_codes, self._run_many_codes = CODED_EXPERTS.choose(query), choose_fused(MANY_CODED_EXPERTS, query)
+        self._run_codes = CODED_EXPERTS.choose(query)
+        self._run_many, self._run_many_codes = (
+            choose_fused(operation, query) for operation in (MANY_EXPERTS, MANY_CODED_EXPERTS)
+        )
         for stack in (self._gate_up, self._down):
             stack.is_storable = not build.moves_experts
 
@@ -78,7 +82,11 @@ class FusedExperts:
         choices = (tokens.hidden, tokens.ids, tokens.weights)
         coded = [] if plain else [(stack.codes, stack.own_bias) for stack in stacks]
         if not is_few(num_tokens, top_k, tokens.num_experts, MOST_PAIRS_EACH if plain else MOST_CODED_PAIRS_EACH):
-            out = self._run_many_codes(*choices, *coded, self._gate) if coded and self._run_many_codes else None
+            out = None
+            if coded and self._run_many_codes:
+                out = self._run_many_codes(*choices, *coded, self._gate)
+            elif len(plain) == len(stacks) and self._run_many:
+                out = self._run_many(*choices, *((stack.weight, stack.own_bias) for stack in stacks), self._gate)
             return self._run_grouped(tokens) if out is None else out
         if coded:
             return self._run_codes(*choices, *coded, self._gate)
