@@ -148,7 +148,10 @@ def test_mxfp4_experts(tokens: int, inputs: int, outputs: int, tile: tuple[int, 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("counts", [(0, 1, 16, 0, 17), (31, 0, 33, 48, 49), (65, 15, 0, 130, 64), (0, 0, 0, 0, 300)])
+@pytest.mark.parametrize("counts", [
+    (0, 1, 16, 0, 17), (31, 0, 33, 48, 49), (65, 15, 0, 130, 64), (0, 0, 0, 0, 300), (160, 161, 193, 224, 256),
+    (96, 97, 129, 257, 0),
+])
 def test_mxfp4_experts_with_uneven_rows(counts: tuple[int, ...], tile: tuple[int, int]):
     """As many rows as a product of some width takes, one more, and none; the sizes of gpt-oss."""
     torch.manual_seed(0)

@@ -9,8 +9,8 @@
 // A block is persistent and takes tiles of 64 * GROUPS of the weight's rows by ROWS rows of x. Its first warp asks the
 // copy engine (TMA) for codes and rows of 128 inputs into a ring of STAGES. The other GROUPS warpgroups decode 64 rows
 // of codes each to operands of wgmma in registers; x comes from shared memory. While products with low codes of the
-// bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. A tile with fewer rows is
-// multiplied with no more than it has, in multiples of GRAIN.
+// bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows are divided
+// evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on.
 //
 // Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, GATE (0, or a kind
 // of activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number).
@@ -20,7 +20,8 @@
 #include "hopper.cuh"
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, OUTPUTS = GATE ? WIDE / 2 : WIDE;
-constexpr int GRAIN = ROWS <= 64 ? 16 : ROWS;
+constexpr int LEAST = ROWS <= 64 ? 16 : ROWS / 2, GRAIN = ROWS <= 96 ? 16 : 32;
+static_assert((ROWS - LEAST) % GRAIN == 0, "the largest is a whole tile");
 constexpr uint32 X_BYTES = ROWS * DEPTH * 2, CODE_BYTES = WIDE * DEPTH / 2, STAGE_BYTES = X_BYTES + CODE_BYTES;
 constexpr int THREADS = 128 * (GROUPS + 1);
 // Whether codes are read a step ahead. Of three stages that would leave one to be copied, late in each step.
@@ -58,6 +59,7 @@ __device__ __forceinline__ void fetch_tiles(
   int steps = (call.inputs + DEPTH - 1) / DEPTH;
   Tile tile;
   for (int index = blockIdx.x; find_tile<ROWS, OUTPUTS>(call, index, tile); index += gridDim.x) {
+    even_out<ROWS>(call, tile);
     int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output;
     for (int step = 0; step < steps; ++step) {
       if (threadIdx.x == 0) {
@@ -282,6 +284,7 @@ struct Work {  // of a block: its tile number `index`, and what its thread needs
   __device__ __forceinline__ void find(const Call &call, int index, Scales &scales, int steps) {
     is_there = find_tile<ROWS, OUTPUTS>(call, index, tile);
     if (!is_there) return;
+    even_out<ROWS>(call, tile);
     int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -307,7 +310,7 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
     float sums[ROWS / 2] = {};
     // the same for the whole warp, which ptxas does not know
     int rows = __reduce_max_sync(~0u, work.tile.last - work.tile.first);
-    add_up_rows<GRAIN>(sums, window, place, scales, rows, steps);
+    add_up_rows<LEAST>(sums, window, place, scales, rows, steps);
     Work done = work;
     work.find(call, index, scales, steps);  // its first scales are on their way while this one ends
     finish<true>(call, sums, done.tile, done.own, threadIdx.x / 32 - 4);

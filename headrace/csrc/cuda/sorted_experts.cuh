@@ -35,6 +35,15 @@ __device__ __forceinline__ bool find_tile(const Call &call, int index, Tile &til
   return false;
 }
 
+// Divide an expert's rows evenly among its tiles of at most HEIGHT rows: of 260 two of 130, not 256 and 4.
+template <int HEIGHT, class Call>
+__device__ __forceinline__ void even_out(const Call &call, Tile &tile) {
+  const int start = tile.expert ? call.ends[tile.expert - 1] : 0, count = tile.last - start;
+  const int tiles = (count + HEIGHT - 1) / HEIGHT, each = (count + tiles - 1) / tiles;
+  tile.first = start + (tile.first - start) / HEIGHT * each;
+  tile.last = min(tile.last, tile.first + each);
+}
+
 // Activations of float32 sums: GATE 1 silu, 2 gelu_tanh, 3 clamped.
 template <class Call>
 __device__ __forceinline__ float apply_gate(const Call &call, float gate, float up) {

@@ -38,10 +38,7 @@ struct Call {
 // Rows of x and outputs of a block with number `rank` in its cluster; false beyond the last. All lanes of a warp take part.
 __device__ __forceinline__ bool locate(const Call &call, int index, uint32 rank, Tile &tile) {
   if (!find_tile<ROWS, CLUSTER * OUTPUTS>(call, index, tile)) return false;
-  const int start = tile.expert ? call.ends[tile.expert - 1] : 0, count = tile.last - start;
-  const int tiles = (count + ROWS - 1) / ROWS, each = (count + tiles - 1) / tiles;
-  tile.first = start + (tile.first - start) / ROWS * each;
-  tile.last = min(tile.last, tile.first + each);
+  even_out<ROWS>(call, tile);
   tile.output += rank * OUTPUTS;
   return true;
 }
