@@ -82,7 +82,7 @@ def test_tiles_for_large_weights(rows, hopper, device, dtype, tolerance):
     x, weight, bias = _problem(device, dtype, rows, 512, 1032)
     weight, large = weight / 32, 2 * hopper.LARGE_WEIGHT
     expected = _expected(x, weight, bias)
-    if (tile := hopper.choose_tile(rows, large)) is not None:
+    if (tile := hopper.choose_tile(rows, large, 1)) is not None:
         assert relative_error(hopper.multiply(x, weight, bias, tile), expected) < tolerance
     if (tile := hopper.choose_gated_tile(rows, large)) is not None:
         assert relative_error(hopper.multiply(x, weight, bias, tile, "silu"), _gated(expected, "silu")) < 2 * tolerance
@@ -91,7 +91,7 @@ def test_tiles_for_large_weights(rows, hopper, device, dtype, tolerance):
 @on_gpu
 def test_a_row_does_not_depend_on_the_rows_beside_it(hopper, device, dtype, tolerance):
     x, weight, bias = _problem(device, dtype, 100, 512, 1032)
-    tile = hopper.choose_tile(100, weight.numel())
+    tile = hopper.choose_tile(100, *weight.shape)
     whole = hopper.multiply(x, weight, bias, tile)
     assert torch.equal(hopper.multiply(x[30:], weight, bias, tile), whole[30:])
     assert torch.equal(hopper.multiply(x[97:], weight, bias, tile), whole[97:])
@@ -115,6 +115,23 @@ def test_rows_that_begin_anywhere(hopper, device, dtype, tolerance):
     odd = torch.zeros(40, 515, device=device, dtype=dtype)[:, 3:].copy_(x)
     assert relative_error(hopper.linear(odd, weight, None), _expected(x, weight)) < tolerance
     assert hopper.gated_linear(odd, weight, None, "silu") is None
+
+
+def test_tiles_of_hundreds_of_rows_are_one_wave():
+    from headrace.kernels.linear import hopper
+
+    for rows, outputs, inputs in ((250, 5120, 2880), (250, 6144, 2560), (250, 3072, 4096), (129, 8192, 1024)):
+        tile = hopper.choose_tile(rows, outputs, inputs)
+        assert tile is not None and -(-rows // tile.rows) * -(-outputs // tile.outputs) <= hopper.NUM_SMS
+    assert hopper.choose_tile(190, 5120, 2880) == hopper.choose_tile(250, 3072, 4096) == hopper.Tile(64, 128, 64, 8)
+
+
+@on_gpu
+def test_more_outputs_than_a_wave_of_narrow_tiles_has(hopper, device, dtype, tolerance):
+    for rows in (193, 250, 256):
+        x, weight, bias = _problem(device, dtype, rows, 5096, 520)
+        assert hopper.choose_tile(rows, 5096, 520).rows == 128
+        assert relative_error(hopper.linear(x, weight, bias), _expected(x, weight, bias)) < tolerance
 
 
 def test_chosen_on_hopper_alone():
