@@ -169,7 +169,7 @@ def test_sums_with_norm(size, limits, make_ranks):
         (rows, width, splits, TYPES[turn % 2])
         for turn, (rows, width, splits) in enumerate(
             [(1, 4096, 0), (1, 64, 0), (17, 2048, 3), (5, 5120, 0), (30, 8192, 2), (3, 16384, 0), (1, 4096, 4),
-             (2, 72, 1)]
+             (9, 4096, 5), (2, 72, 1)]
         )
     ]
     for rows, width, splits, dtype in cases:

@@ -67,6 +67,8 @@ __device__ float block_sum(float x) {
   return x;
 }
 
+constexpr int SPLITS_AT_ONCE = 4;  // partial sums that are on their way together
+
 // This rank's part of a vector, rounded to the type that is sent.
 __device__ uint4 load_part(const Sum &s, int row, int column) {
   const char *x = s.x + row * s.x_stride;
@@ -75,13 +77,21 @@ __device__ uint4 load_part(const Sum &s, int row, int column) {
     return s.more ? add_two(own, ((const uint4 *)(s.more + row * s.x_stride))[column]) : own;
   }
   float sum[ELEMENTS] = {};
-  for (int split = 0; split < s.splits; ++split) {
-    const float4 *from = (const float4 *)(x + split * s.split_stride) + column * (ELEMENTS / 4);
+  for (int first = 0; first < s.splits; first += SPLITS_AT_ONCE) {
+    float4 parts[SPLITS_AT_ONCE][ELEMENTS / 4] = {};
 #pragma unroll
-    for (int i = 0; i < ELEMENTS / 4; ++i) {
-      float4 v = from[i];
-      sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
-    }
+    for (int split = 0; split < SPLITS_AT_ONCE; ++split)
+      if (first + split < s.splits)
+#pragma unroll
+        for (int i = 0; i < ELEMENTS / 4; ++i)
+          parts[split][i] = ((const float4 *)(x + (first + split) * s.split_stride))[column * (ELEMENTS / 4) + i];
+#pragma unroll
+    for (int split = 0; split < SPLITS_AT_ONCE; ++split)
+#pragma unroll
+      for (int i = 0; i < ELEMENTS / 4; ++i) {
+        const float4 v = parts[split][i];
+        sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
+      }
   }
   return pack(sum);
 }
