@@ -1,10 +1,10 @@
 """Decodes of one and two requests between products, as a model runs them: ``python -m benchmarks.cuda_few_decodes
-[--rows 1 2] [--keys 128 1024 4096 8192]``.
+[--rows 1 2] [--keys 128 1024 4096 8192] [--models NAME ...]``.
 
 A captured chain of layers with weights and pages of their own: product of queries, keys and values, then rotation, page
 write and attention, then the output product, launched dependently. Microseconds a layer that attention adds to the
-products alone: one launch over bfloat16 pages, one over e4m3 pages, and two over these (the page write, then
-`fp8_decodes`). Contexts longer than `few_decodes` takes by itself are measured too.
+products alone: one launch and two over bfloat16 pages, one and two over e4m3 pages; two are the page write, then
+`decode` or `fp8_decodes`. Contexts longer than `few_decodes` takes by itself are measured too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.cuda_kernels import PAGE, Pool, randn, time_calls
 from headrace.kernels.attention.blocks import Head
-from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace
+from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode
 from headrace.kernels.attention.fp8_decodes import fp8_decodes
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes import hopper as few
@@ -51,6 +51,8 @@ MODELS = (
     Model("gpt-oss", 64, 8, 64, 2880, has_sinks=True),
     Model("gpt-oss, window", 64, 8, 64, 2880, has_sinks=True, window=128),
     Model("Qwen3-30B-A3B", 32, 4, 128, 2048, has_norms=True),
+    Model("Qwen3-30B-A3B on two GPUs", 16, 2, 128, 2048, has_norms=True),
+    Model("Qwen3-30B-A3B on four GPUs", 8, 1, 128, 2048, has_norms=True),
 )
 
 
@@ -69,7 +71,11 @@ def attend_apart(
         **rotation.shape,
     )
     out = torch.empty_like(q)
-    assert fp8_decodes(q, pages, out, workspace, head, step, pdl=True), "the kernel does not take it"
+    call = (q, pages, out, workspace, head, step)
+    if pages[0].dtype == torch.bfloat16:
+        decode(*call, pdl=True)
+    else:
+        assert fp8_decodes(*call, pdl=True), "the kernel does not take it"
     return out
 
 
@@ -88,9 +94,8 @@ class Bench:
             torch.cuda.get_device_properties(0).multi_processor_count, model.heads // model.kv_heads, model.dim,
             torch.device("cuda"),
         )
-        self._solutions: tuple[tuple[Pool, Attend], ...] = (
-            (self._pools[0], attend_at_once), (self._pools[1], attend_at_once),
-            (self._pools[1], partial(attend_apart, workspace)),
+        self._solutions: tuple[tuple[Pool, Attend], ...] = tuple(
+            (pool, attend) for pool in self._pools for attend in (attend_at_once, partial(attend_apart, workspace))
         )
 
     def make_chains(self, rows: int, keys: int) -> list[Callable[[], None]]:
@@ -137,21 +142,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--keys", type=int, nargs="+", default=[128, 1024, 4096, 8192])
+    parser.add_argument("--models", nargs="+", default=[model.name for model in MODELS])
     args = parser.parse_args()
     divisions = {
         dim: tuple(replace(each, most_keys=MOST_KEYS) for each in own) for dim, own in few.DIVISIONS.items()
     }
-    print(f"{'':16s} rows   keys  bfloat16   e4m3  e4m3 apart")
+    print(f"{'':26s} rows   keys  bfloat16  apart   e4m3  apart")
     with patch.object(few, "DIVISIONS", divisions):
-        benches = [Bench(model) for model in MODELS]
+        benches = [Bench(model) for model in MODELS if model.name in args.models]
         precompile(partial(run_all, benches, args.rows, args.keys[0]), f"{args}", torch.device("cuda", 0))
         for bench in benches:
             for rows in args.rows:
                 for keys in args.keys:
                     alone, *times = (time_calls([chain]) / LAYERS * 1e6 for chain in bench.make_chains(rows, keys))
                     added = [each - alone for each in times]
-                    columns = f"{added[0]:8.1f}  {added[1]:5.1f}  {added[2]:10.1f}"
-                    print(f"{bench.model.name:16s} {rows:4d} {keys:6d}  {columns}", flush=True)
+                    columns = f"{added[0]:8.1f}  " + "  ".join(f"{each:5.1f}" for each in added[1:])
+                    print(f"{bench.model.name:26s} {rows:4d} {keys:6d}  {columns}", flush=True)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ CASES = {
     "first-token": Case((1,)),
     "end-of-unit": Case((16,)),
     "two-ranks": Case((1300,), num_heads=16, num_kv_heads=4),
+    "two-ranks-of-4-kv-heads": Case((1300,), num_heads=16, num_kv_heads=2, norm_offset=0.0),
+    "four-ranks-of-4-kv-heads": Case((1300, 70), num_heads=8, num_kv_heads=1, norm_offset=0.0),
     "group-16": Case((700,), num_heads=64, num_kv_heads=4),
     "group-1": Case((300,), num_heads=8),
     "group-7": Case((300, 5), num_heads=28, num_kv_heads=4),
@@ -180,7 +182,6 @@ def _on_device(problem: Problem, device: str) -> Problem:
 
 def take_all(monkeypatch: pytest.MonkeyPatch, cluster: int) -> None:
     """Leave nothing to other kernels because they are faster."""
-    monkeypatch.setattr(module, "LEAST_TILES", 1)
     monkeypatch.setattr(module, "DIVISIONS", {dim: (module.Division(1 << 20, cluster, 1 << 20),) for dim in (64, 128)})
 
 
@@ -321,13 +322,27 @@ def test_takes_what_the_kernel_can():
 
 
 @pytest.mark.parametrize(("head_dim", "tiles", "most_keys", "cluster"), [
-    (128, 8, 8192, 16), (128, 4, 131_072, None), (128, 4, 1, 16), (128, 3, 1, None),
+    (128, 8, 8192, 16), (128, 4, 131_072, None), (128, 4, 1, 16), (128, 2, 8192, 16), (128, 1, 8192, 16),
+    (128, 1, 8193, None), (64, 1, 8192, 16),
     (128, 16, 4096, 8), (128, 16, 8192, None), (128, 32, 128, None),
     (64, 16, 4096, 16), (64, 32, 2048, 8), (64, 32, 4096, None), (64, 33, 1, None), (256, 8, 1, None),
 ])
 def test_it_is_taken_where_it_is_faster(head_dim: int, tiles: int, most_keys: int, cluster: int | None):
     found = module.find_division(head_dim, tiles, most_keys)
     assert (found and found.cluster) == cluster
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_each_rank_takes_it(ranks: int, rows: int, monkeypatch: pytest.MonkeyPatch):
+    """With 32 heads, 4 kv heads and norms per head, as many keys as its steps are captured for."""
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr(module, "_find_kernel", lambda shared_bytes, cluster, device, **macros: asked.append(macros))
+    case = Case((700, 90)[:rows], num_heads=32 // ranks, num_kv_heads=4 // ranks, norm_offset=0.0)
+    problem = make_problem(case, "cpu")
+    problem.step = replace(problem.step, max_kv_len=module.SHORT_CONTEXTS[rows - 1])
+    assert problem.run() is None
+    assert [(each["CLUSTER"], each["G"], each["NORM"]) for each in asked] == [(16, 8, 1)]
 
 
 def test_a_window_bounds_what_is_seen(monkeypatch: pytest.MonkeyPatch):

@@ -36,19 +36,17 @@ class Division:
     most_keys: int
 
 
-LEAST_TILES = 4
 DIVISIONS = {
     64: (Division(8, 16, 8192), Division(16, 16, 4096), Division(32, 8, 2048)),
     128: (Division(8, 16, 8192), Division(16, 8, 4096)),
 }
-"""By head dim, for pages of either type. Measured on an H200 with bfloat16; with fewer or more pairs it was not faster,
-or not measured."""
+"""By head dim, for pages of either type. Measured on an H200 with bfloat16 for 4 pairs and more; with more than these
+it was not faster, or not measured. One or two pairs, as of a rank, take as long as 4: blocks have as many of a pair's
+keys."""
 
 
 def find_division(head_dim: int, tiles: int, most_keys: int) -> Division | None:
     """The division of so many pairs, none of which sees more than ``most_keys``; None where it is not faster."""
-    if tiles < LEAST_TILES:
-        return None
     found = next((each for each in DIVISIONS.get(head_dim, ()) if tiles <= each.most_tiles), None)
     return None if found is None or most_keys > found.most_keys else found
 
