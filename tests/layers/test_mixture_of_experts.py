@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from headrace.base.errors import ConfigError
 from headrace.kernels import native
 from headrace.kernels.block_scaled import dequantise_mxfp4
-from headrace.kernels.moe import NORM_ROUTE
+from headrace.kernels.moe import LINEAR_ROUTE, NORM_ROUTE
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.forms import keep_in_panels
 from headrace.layers.build import Build
@@ -406,6 +406,44 @@ def test_norm_and_choice_in_one_kernel_are_used_where_something_is_pending(has_p
     again = Residual(stream.clone(), pending)
     layer.add(norm, again)
     assert torch.equal(again.pending, separate.pending)
+
+
+class SumOfTwoRanks:
+    """Adds twice what one rank has, with the norm."""
+
+    def reduce_add_norm(
+        self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = stream + 2 * x
+        return F.rms_norm(total, total.shape[-1:], weight + offset, eps), total
+
+
+def test_router_and_choice_in_one_kernel_are_used_behind_a_sum_over_ranks():
+    """Another kernel computes the norm."""
+    layer, norm = build_layer(), RmsNorm(Build(CPU, torch.float32), WIDTH, 1e-5)
+    norm.weight.copy_(torch.rand(WIDTH))
+    stream, pending = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    calls: list[torch.Tensor] = []
+
+    def linear_route(x: torch.Tensor, *rest: Any, **shape: Any) -> Any:
+        calls.append(x)
+        return LINEAR_ROUTE.load("reference")(x, *rest, **shape)
+
+    def add() -> Residual:
+        residual = Residual(stream.clone(), pending.clone())
+        residual.group = SumOfTwoRanks()  # type: ignore[assignment]
+        layer.add(norm, residual)
+        return residual
+
+    separate = add()
+    layer.router._linear_route = linear_route
+    fused = add()
+    assert len(calls) == 1
+    torch.testing.assert_close(calls[0], F.rms_norm(stream + 2 * pending, (WIDTH,), norm.weight, 1e-5))
+    torch.testing.assert_close(fused.pending, separate.pending)
+    assert torch.equal(fused.stream, separate.stream)
+    layer.router._linear_route = lambda *_, **__: None  # not for such a step
+    torch.testing.assert_close(add().pending, separate.pending)
 
 
 @pytest.mark.parametrize("size", [5, 8, 16])

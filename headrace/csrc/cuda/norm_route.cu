@@ -9,13 +9,12 @@
 // sqrt_softplus; RENORMALISE.
 
 #include "numbers.cuh"
+#include "route_choice.cuh"
 
 constexpr int CLUSTER = 8, WARPS = 8, THREADS = 32 * WARPS;
 constexpr int OWN = (EXPERTS + CLUSTER - 1) / CLUSTER;                // experts of a block
 constexpr int SHARES = OWN >= WARPS ? 1 : WARPS / OWN;                // warps that share an expert's inputs
 constexpr int EACH = OWN >= WARPS ? (OWN + WARPS - 1) / WARPS : 1;    // experts of a warp
-constexpr int PER_LANE = (EXPERTS + 31) / 32;
-constexpr float LEAST = -3.0e38f;  // replaces NaN: chosen last, but before those already chosen
 
 struct Call {
   const void *pending;       // [T, D], or `partials` sums [S, T, D] float32
@@ -47,83 +46,6 @@ __device__ __forceinline__ int find_rank() {
   return rank;
 }
 
-__device__ __forceinline__ float sum_of_warp(float v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(~0u, v, step);
-  return v;
-}
-__device__ __forceinline__ float most_of_warp(float v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, step));
-  return v;
-}
-// Unsigned numbers in the order of floats.
-__device__ __forceinline__ uint32 order_of(float v) {
-  const uint32 bits = __float_as_uint(v);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float score_of(float logit, float most, float sum) {
-  if (SCORE == 0) return __expf(logit - most) / sum;
-  if (SCORE == 1) return 1.f / (1.f + __expf(-logit));
-  if (logit > 20.f) return sqrtf(logit);
-  const float power = __expf(logit);
-  return sqrtf(logit < -8.f ? power - 0.5f * power * power : logf(1.f + power));
-}
-
-// By one warp; of equal scores the first expert wins.
-__device__ __forceinline__ void choose(const Call &call, const float *parts, int token) {
-  const int lane = threadIdx.x % 32;
-  float logits[PER_LANE], choice[PER_LANE], most = -3.4e38f, sum = 0.f;
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) {
-    const int expert = j * 32 + lane;
-    float logit = 0.f;
-#pragma unroll
-    for (int share = 0; share < SHARES; share++) logit += expert < EXPERTS ? parts[expert * SHARES + share] : 0.f;
-    if (call.bias && expert < EXPERTS) logit += widen(call.bias[expert]);
-    logits[j] = widen(narrow(logit, 0.f) & 0xFFFF);  // as if stored
-    if (expert < EXPERTS) most = fmaxf(most, logits[j]);
-  }
-  if (SCORE == 0) {
-    most = most_of_warp(most);
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++) sum += j * 32 + lane < EXPERTS ? __expf(logits[j] - most) : 0.f;
-    sum = sum_of_warp(sum);
-  }
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) {
-    const int expert = j * 32 + lane;
-    // softmax keeps order, so logits choose as well, and exactly where tiny scores would tie at 0
-    const bool plain = SCORE == 0 && !call.choice_bias;
-    choice[j] = plain ? logits[j] : score_of(logits[j], most, sum);
-    if (call.choice_bias && expert < EXPERTS) choice[j] += call.choice_bias[expert];
-    choice[j] = expert < EXPERTS ? (choice[j] > LEAST ? choice[j] : LEAST) : -__uint_as_float(0x7F800000u);
-  }
-  int own_id = 0;
-  float own_weight = 0.f;
-  for (int nth = 0; nth < call.top_k; nth++) {
-    float best = choice[0];
-    int at = 0;
-#pragma unroll
-    for (int j = 1; j < PER_LANE; j++)
-      if (choice[j] > best) best = choice[j], at = j;
-    const uint32 order = order_of(best), top = __reduce_max_sync(~0u, order);
-    const int id = int(__reduce_min_sync(~0u, order == top ? uint32(at * 32 + lane) : ~0u));
-    float score = 0.f;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++)
-      if (id == j * 32 + lane) score = score_of(logits[j], most, sum), choice[j] = -__uint_as_float(0x7F800000u);
-    score = __shfl_sync(~0u, score, id % 32);
-    if (nth == lane) own_id = id, own_weight = score;
-  }
-  const float total = RENORMALISE ? sum_of_warp(lane < call.top_k ? own_weight : 0.f) + call.least_sum : 1.f;
-  if (lane < call.top_k) {
-    call.ids[int64(token) * call.top_k + lane] = own_id;
-    call.weights[int64(token) * call.top_k + lane] = own_weight / total * call.scale;
-  }
-}
-
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) norm_route(
     const __grid_constant__ Call call) {
   extern __shared__ __align__(16) char memory[];
@@ -142,6 +64,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int at = i * THREADS + threadIdx.x;
     norm[i] = at < eights ? ((const uint4 *)call.norm)[at] : uint4{0, 0, 0, 0};
   }
+  const bool chooses = rank == 0 && warp == 0;
+  const Biases biases = load_biases(chooses ? call.bias : nullptr, chooses ? call.choice_bias : nullptr);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   float square = 0.f;
@@ -217,7 +141,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
   arrive();
   await();
-  if (rank == 0 && warp == 0) choose(call, parts, token);
+  if (chooses) {
+    float logits[PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const int expert = j * 32 + lane;
+      logits[j] = 0.f;
+#pragma unroll
+      for (int share = 0; share < SHARES; share++)
+        logits[j] += expert < EXPERTS ? parts[expert * SHARES + share] : 0.f;
+    }
+    const int64 at = int64(token) * call.top_k;
+    choose(logits, biases, call.ids + at, call.weights + at, call.top_k, call.scale, call.least_sum);
+  }
   if (rank == 1) {  // the other blocks have read the row
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {

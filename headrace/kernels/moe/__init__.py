@@ -66,6 +66,13 @@ choice_bias, **RouteShape) -> (x [T, D], new_residual [T, D], ids, weights) | No
 separate kernels are as fast.
 """
 
+LINEAR_ROUTE = Operation("router product and route kernel")
+"""``linear_route(x [T, D], router [X, D], bias [X] | None, choice_bias, **RouteShape) -> (ids, weights) | None``.
+
+The product of x with the router, plus its bias and rounded to x's dtype, and `ROUTE`; None where separate kernels are
+as fast.
+"""
+
 GROUPED_LINEAR = Operation("grouped linear kernel")
 """``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64) -> [N, O]``.
 
@@ -145,6 +152,7 @@ HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="pl
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
 OWN_EXPERTS.add("reference", "headrace.kernels.moe.reference:own_experts", doc="plain torch")
 NORM_ROUTE.add("reference", "headrace.kernels.moe.reference:norm_route", doc="one behind the other")
+LINEAR_ROUTE.add("reference", "headrace.kernels.moe.reference:linear_route", doc="one behind the other")
 GROUPED_LINEAR.add(
     "reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts"
 )
@@ -197,6 +205,10 @@ def _reason_against_plain_many(query: KernelQuery) -> str | None:
     return _reason_against_plain_few(query) or (None if query.capability == (9, 0) else "compiled for Hopper alone")
 
 
+def _reason_against_own_route(query: KernelQuery) -> str | None:
+    return _on_hopper(query) or (None if query.capability == (9, 0) else "compiled for Hopper alone")
+
+
 def _reason_against_route(query: KernelQuery) -> str | None:
     if query.device != "cuda":
         return "needs a cuda device"
@@ -208,9 +220,12 @@ def _reason_against_route(query: KernelQuery) -> str | None:
 ROUTE.add("native", "headrace.kernels.moe.cpu:route", supports=requires(device="cpu"), priority=10, doc="own C++")
 ROUTE.add_triton("headrace.kernels.moe.triton:route", supports=_reason_against_route, doc="one kernel")
 NORM_ROUTE.add(
-    "cuda", "headrace.kernels.moe.norm_route:norm_route",
-    supports=lambda q: _on_hopper(q) or (None if q.capability == (9, 0) else "compiled for Hopper alone"), priority=10,
+    "cuda", "headrace.kernels.moe.norm_route:norm_route", supports=_reason_against_own_route, priority=10,
     doc="own CUDA C++ for up to 16 tokens: a cluster has a token",
+)
+LINEAR_ROUTE.add(
+    "cuda", "headrace.kernels.moe.linear_route:linear_route", supports=_reason_against_own_route, priority=10,
+    doc="own CUDA C++ for up to 256 tokens: a cluster has 8 or 16, a block some experts",
 )
 HASH_ROUTE.add_triton("headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, doc="one kernel")
 OWN_EXPERTS.add_triton("headrace.kernels.moe.triton:own_experts", doc="one kernel")

@@ -41,7 +41,15 @@ def norm_route(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `NORM_ROUTE`."""
     x, residual = rowwise.add_rms_norm(pending, residual, norm.weight, norm.eps, norm.offset)
-    return x, residual, *route(F.linear(x, router, bias), choice_bias, **shape)
+    return x, residual, *linear_route(x, router, bias, choice_bias, **shape)
+
+
+def linear_route(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, choice_bias: torch.Tensor | None,
+    **shape: Unpack[RouteShape]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `LINEAR_ROUTE`."""
+    return route(F.linear(x, router, bias), choice_bias, **shape)
 
 
 def hash_route(

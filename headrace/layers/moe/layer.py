@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from headrace.kernels.moe import NORM_ROUTE, ROUTE, RouteShape
+from headrace.kernels.moe import LINEAR_ROUTE, NORM_ROUTE, ROUTE, RouteShape
 from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
 from headrace.layers.linear import FloatLinear, Linear
@@ -49,13 +49,21 @@ class Router(nn.Module):
         }
         query = build.query(num_experts=spec.num_experts, top_k=spec.top_k, num_groups=spec.num_groups)
         self._route = partial(ROUTE.choose(query), **self.shape)
-        self._norm_route = None if spec.in_float32 else choose_fused(NORM_ROUTE, query)
+        self._norm_route, self._linear_route = (
+            None if spec.in_float32 else choose_fused(operation, query) for operation in (NORM_ROUTE, LINEAR_ROUTE)
+        )
 
     def forward(self, x: torch.Tensor) -> Choices:
+        weight = plain_weight(self.logits)
+        if self._linear_route is not None and weight is not None and self.logits.lora is None:
+            fused: Choices | None = self._linear_route(x, weight, self.logits.bias, self.choice_bias, **self.shape)
+            if fused is not None:
+                return fused
         return self._route(self.logits(x), self.choice_bias)
 
     def add(self, norm: Norm, residual: Residual) -> tuple[torch.Tensor, Choices]:
-        """As `Norm.add`, and what the router chooses for that; both in one kernel where there is one for it."""
+        """As `Norm.add`, and what the router chooses for that; both in one kernel where there is one for it, which does
+        not add up what ranks have."""
         pending, weight = residual.pending, plain_weight(self.logits)
         if (
             self._norm_route is not None and isinstance(norm, RmsNorm) and pending is not None and weight is not None
