@@ -26,6 +26,9 @@ from headrace.kernels.attention.blocks import (
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.operation import LARGE_BLOCK
 
+BISECTIONS = tl.constexpr(6)
+"""Steps in which `_share_out` finds the least length of splits if it is one of 64, else one that is longer by a 64th of
+what is possible."""
 COMBINED_VALUES = 16384
 """Most values of a [CHUNK, BLOCK_G, BLOCK_EV] float32 block in `_combine`: 64 KiB of the 128 KiB of registers that the
 four warps of a program can have."""
@@ -76,7 +79,7 @@ def plan_splits(
             split = replace(tile, keys=64, num_stages=rule.stages) if tile.num_stages > 1 and is_roomy else tile
             # no more slots than blocks of keys: the rest would be idle
             slots = min(rule.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, split.keys))
-            # `_share_out` relies on this: with fewer slots than requests its search would not end
+            # `_share_out` relies on this: a request has a slot at least, and one is left
             if slots > num_requests:
                 return slots, split
     return num_requests, tile
@@ -128,8 +131,8 @@ def _share_out(
 ):
     """The work of one of ``slots`` programs: ``(request, its length, index of its split, blocks per split, number of
     the request's splits)``; request BLOCK_R if there is none. All splits are equally long but the last of each request,
-    and nearly as short as ``slots`` allow. Every program computes this alone, from the same lengths: no launch to plan
-    and no communication."""
+    and as short as ``slots``, of which there are more than requests, allow; nearly so where that is long. Every program
+    computes this alone, from the same lengths: no launch to plan and no communication."""
     other = tl.arange(0, BLOCK_R)
     is_there = other < num_requests
     lens = tl.load(kv_lens_ptr + other, mask=is_there, other=0)
@@ -138,11 +141,15 @@ def _share_out(
         blocks -= tl.maximum(lens - WINDOW, 0) // BLOCK_N
     # at least one block, so that a request of length 0 has a program that writes its output
     blocks = tl.where(is_there, tl.maximum(blocks, 1), 0)
-    # Rounding each request up may need more slots than there are: lengthen splits by an eighth until they fit. That
-    # ends, since slots >= num_requests.
-    each = (tl.sum(blocks, 0) + slots - 1) // slots
-    while tl.sum((blocks + each - 1) // each, 0) > slots:
-        each += (each + 7) // 8
+    # Rounding each request up may need more slots than there are, by one a request at most: the least length that fits
+    # lies between these two. Bisected, not counted up: Triton 3.7 knows nothing of what a `while` gives, and then loads
+    # keys neither 16 bytes at a time nor ahead.
+    total = tl.sum(blocks, 0)
+    low, each = (total + slots - 1) // slots, (total + slots - num_requests - 1) // (slots - num_requests)
+    for _ in tl.static_range(BISECTIONS):
+        middle = (low + each) // 2
+        fits = tl.sum((blocks + middle - 1) // middle, 0) <= slots
+        low, each = tl.where(fits, low, middle + 1), tl.where(fits, middle, each)
     counts = (blocks + each - 1) // each
     # slots of a request are adjacent; its index is the number of requests whose slots all come before
     ends = tl.cumsum(counts, 0)
