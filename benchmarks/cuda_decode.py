@@ -1,17 +1,19 @@
 """Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even
-long] [--model heads kv_heads dim] [--pages float8_e4m3fn] [--also MOST_TILES PROGRAMS STAGES]``.
+long] [--model heads kv_heads dim] [--pages float8_e4m3fn] [--also MOST_TILES PROGRAMS STAGES] [--whole 5 7 9]``.
 
 A captured chain of layers: rotation and page write, then attention, launched dependently; each layer has pages of its
-own. Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), 8,192 (long), 32,768 (longer),
-60,000 once and else 500 (one), or 8,192 once and else 1,500 (prompt: a long prompt's first tokens beside streams).
+own. Lengths are 600 tokens each (even), as offline256 has them half-way (uneven; sorted: the longest first, as a step
+has them), 8,192 (long), 32,768 (longer), 60,000 once and else 500 (one), or 8,192 once and else 1,500 (prompt: a long
+prompt's first tokens beside streams).
 Microseconds a layer, and the least that the keys and values take at the memory's bandwidth. ``--pages``: their type.
-``--model``: may be repeated. ``--also``: with a rule of `decodes.SPLIT_RULES` more.
+``--model``: may be repeated. ``--also``: with a rule of `decodes.SPLIT_RULES` more. ``--whole``: also without dividing
+keys, with so many stages each.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -23,7 +25,7 @@ from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, randn, time_calls
 from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.attention import decodes
 from headrace.kernels.attention.blocks import Head
-from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, SplitRule, decode
+from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, SplitRule, WholeRule, decode
 from headrace.kernels.attention.fp8_decodes import fp8_decodes
 from headrace.kernels.rowwise.triton import rope_write_pdl
 
@@ -36,6 +38,8 @@ Attend = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor
 
 def make_lengths(kind: str, requests: int) -> list[int]:
     random = Random(5)
+    if kind == "sorted":
+        return sorted(make_lengths("uneven", requests), reverse=True)
     if kind == "uneven":
         return [random.randint(100, 1024) + random.randint(0, 600) for _ in range(requests)]
     if kind == "one":
@@ -45,7 +49,9 @@ def make_lengths(kind: str, requests: int) -> list[int]:
     return [{"even": 600, "long": 8192, "longer": 32768}[kind]] * requests
 
 
-def solutions(model: Model, dtype: torch.dtype, also: SplitRule | None = None) -> dict[str, Attend]:
+def solutions(
+    model: Model, dtype: torch.dtype, also: SplitRule | None = None, whole: Sequence[int] = ()
+) -> dict[str, Attend]:
     """By name, for pages of a type; a variant to compare goes here."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     # room for the programs of a rule to compare
@@ -58,6 +64,8 @@ def solutions(model: Model, dtype: torch.dtype, also: SplitRule | None = None) -
         found["cuda_fp8"] = partial(_attend_codes, workspace)
     if also is not None:
         found["with the rule"] = partial(_attend_by_rule, also, workspace)
+    for stages in whole:
+        found[f"whole, {stages} stages"] = partial(_attend_whole, stages, workspace)
     return found
 
 
@@ -74,6 +82,15 @@ def _attend_by_rule(
 ) -> None:
     rules = decodes.SPLIT_RULES.get(q.shape[-1], decodes.OTHER_RULES)
     with patch.dict(decodes.SPLIT_RULES, {q.shape[-1]: (*rules, rule)}):
+        _attend(workspace, q, pages, out, head, step)
+
+
+def _attend_whole(
+    stages: int, workspace: DecodeWorkspace, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor, head: Head, step: DecodeStep
+) -> None:
+    rules = {q.shape[-1]: WholeRule(float("inf"), stages)}
+    with patch.multiple(decodes, SPLIT_RULES={}, OTHER_RULES=(), LONG_RULES=(), WHOLE_RULES=rules):
         _attend(workspace, q, pages, out, head, step)
 
 
@@ -124,10 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument(
-        "--lengths", nargs="+", choices=["even", "uneven", "long", "longer", "one", "prompt"],
+        "--lengths", nargs="+", choices=["even", "uneven", "sorted", "long", "longer", "one", "prompt"],
         default=["even", "uneven", "long"]
     )
     parser.add_argument("--also", type=float, nargs=3, metavar=("MOST_TILES", "PROGRAMS", "STAGES"))
+    parser.add_argument("--whole", type=int, nargs="+", default=[], metavar="STAGES")
     parser.add_argument(
         "--model", type=int, nargs=3, action="append", metavar=("HEADS", "KV_HEADS", "DIM"),
         help="others than Qwen3-0.6B and Llama-3.1-8B"
@@ -145,7 +163,7 @@ def main() -> None:
             dtype,
         )
         rule = None if args.also is None else SplitRule(args.also[0], int(args.also[1]), int(args.also[2]))
-        attends = solutions(model, dtype, rule)
+        attends = solutions(model, dtype, rule, args.whole)
         print(f"{model.name:10s} requests lengths   floor  " + "  ".join(attends), flush=True)
         for kind in args.lengths:
             for requests in args.requests:

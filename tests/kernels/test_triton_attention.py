@@ -220,7 +220,13 @@ def test_splits_fill_the_device_and_stay_within_the_workspace():
     assert plan_splits(1, 8, 8192, head_dim=128, tile=tile, processors=132) == (16, Tile(16, 64, 4, 9))
     assert plan_splits(1, 8, 100, head_dim=128, tile=tile, processors=132)[0] == 2
     assert plan_splits(256, 8, 8192, head_dim=128, tile=tile, processors=132) == (256, tile)
-    assert plan_splits(40, 8, 4096, head_dim=128, tile=tile, processors=132) == (40, tile)
+    few = replace(tile, num_stages=7)  # whole requests, as many as are on the device at once
+    assert plan_splits(40, 8, 4096, head_dim=128, tile=tile, processors=132) == (40, few)
+    assert plan_splits(250, 2, 4096, head_dim=128, tile=tile, processors=132) == (250, few)
+    assert plan_splits(250, 4, 4096, head_dim=128, tile=tile, processors=132) == (250, tile)
+    assert plan_splits(40, 8, 4096, head_dim=128, tile=tile, processors=132, is_roomy=False) == (40, tile)
+    wide = decode_tile(4, 128, 4)  # float32, which keeps its small tile
+    assert plan_splits(40, 8, 4096, head_dim=128, tile=wide, processors=132) == (40, wide)
     assert plan_splits(40, 8, 8192, head_dim=128, tile=tile, processors=132)[0] == 66
     assert plan_splits(100, 8, 8192, head_dim=128, tile=tile, processors=132)[0] == 132
     for head_dim in (64, 96, 128, 256):

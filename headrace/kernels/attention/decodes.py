@@ -61,6 +61,19 @@ MANY_REQUESTS = 33
 LONG_RULES = (SplitRule(3.5, 4, 5), SplitRule(7.5, 8, 5))
 """For more than ``MANY_REQUESTS`` of which one may have more than `LONG_CONTEXT` keys: a program that reads them by
 itself ends long after all others."""
+
+
+@dataclass(frozen=True)
+class WholeRule:
+    """Applies to at most ``most_tiles`` (request, kv head) pairs per SM whose keys are not divided: ``stages``."""
+
+    most_tiles: float
+    stages: int
+
+
+WHOLE_RULES = {128: WholeRule(4.5, 7)}
+"""By head dim. Of few programs the longest end by themselves, each as fast as its own loads in flight allow: two with
+three blocks of 64 keys each do better on an SM than three with two. Of more it does not matter."""
 MOST_PROGRAMS = 8
 """The largest ``programs`` of a rule: `DecodeWorkspace` has a slot for each."""
 
@@ -82,6 +95,12 @@ def plan_splits(
             # `_share_out` relies on this: a request has a slot at least, and one is left
             if slots > num_requests:
                 return slots, split
+    whole = WHOLE_RULES.get(head_dim)
+    if (
+        whole is not None and is_roomy and tile.num_stages > 1
+        and num_requests * num_kv_heads <= whole.most_tiles * processors
+    ):
+        tile = replace(tile, num_stages=whole.stages)
     return num_requests, tile
 
 
