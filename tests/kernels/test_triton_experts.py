@@ -81,7 +81,6 @@ def test_grouping(
     from headrace.kernels.moe import triton as grouping
 
     monkeypatch.setattr(grouping, "AT_ONCE", at_once)
-    monkeypatch.setattr(grouping, "FEW_PAIRS", at_once[-1])
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(-1, num_experts, (num_tokens, 3), generator=generator)
     expected = reference.group_pairs(ids, num_experts)

@@ -149,8 +149,8 @@ def own_experts(ids: torch.Tensor, first: int, count: int, *, pdl: bool = False)
 
 own_experts_pdl = partial(own_experts, pdl=True)
 
-AT_ONCE, FEW_PAIRS = (1024, 16384), 4096
-"""Pairs per iteration of `_group_kernel`: up to ``FEW_PAIRS`` pairs, and more. Two sizes, two kernels to compile."""
+AT_ONCE = (1024, 4096, 16384)
+"""Pairs that `_group_kernel` takes at once; more than the last it takes in turns. Four kernels to compile."""
 
 
 @triton.jit
@@ -178,30 +178,41 @@ def _load_chosen(ids_ptr, at, num_pairs, X: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _group_kernel(
-    ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+    PDL: tl.constexpr
 ):
     """A counting sort with one program per expert, and the last one, X, for pairs without an expert. Each program reads
-    all ids: they are few and in L2, and nothing needs to be exchanged between programs."""
+    all ids: they are few and in L2, and nothing needs to be exchanged between programs. With ONCE they are BLOCK at
+    most, and stay in registers."""
     wait_for_previous(PDL)
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    before, count = 0, 0
-    # first pass: how many pairs come before this expert's, and how many are its own
-    for done in range(0, num_pairs, BLOCK):
-        chosen = _load_chosen(ids_ptr, done + at, num_pairs, X)
-        before += tl.sum((chosen < expert).to(tl.int32), 0)
-        count += tl.sum((chosen == expert).to(tl.int32), 0)
-    if expert < X:
-        tl.store(ends_ptr + expert, before + count)
-    if count > 0:
-        # second pass: its pairs in order, so that the sort is stable
+    if ONCE:
+        chosen = _load_chosen(ids_ptr, at, num_pairs, X)
+        is_mine = chosen == expert
+        place = tl.sum((chosen < expert).to(tl.int32), 0) + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(order_ptr + place, at, mask=is_mine)
+        tl.store(place_ptr + at, place, mask=is_mine)
+        if expert < X:
+            tl.store(ends_ptr + expert, tl.sum((chosen <= expert).to(tl.int32), 0))
+    else:
+        before, count = 0, 0
+        # first pass: how many pairs come before this expert's, and how many are its own
         for done in range(0, num_pairs, BLOCK):
-            is_mine = _load_chosen(ids_ptr, done + at, num_pairs, X) == expert
-            mine = is_mine.to(tl.int32)
-            place = before + tl.cumsum(mine, 0) - 1
-            tl.store(order_ptr + place, done + at, mask=is_mine)
-            tl.store(place_ptr + done + at, place, mask=is_mine)
-            before += tl.sum(mine, 0)
+            chosen = _load_chosen(ids_ptr, done + at, num_pairs, X)
+            before += tl.sum((chosen < expert).to(tl.int32), 0)
+            count += tl.sum((chosen == expert).to(tl.int32), 0)
+        if expert < X:
+            tl.store(ends_ptr + expert, before + count)
+        if count > 0:
+            # second pass: its pairs in order, so that the sort is stable
+            for done in range(0, num_pairs, BLOCK):
+                is_mine = _load_chosen(ids_ptr, done + at, num_pairs, X) == expert
+                mine = is_mine.to(tl.int32)
+                place = before + tl.cumsum(mine, 0) - 1
+                tl.store(order_ptr + place, done + at, mask=is_mine)
+                tl.store(place_ptr + done + at, place, mask=is_mine)
+                before += tl.sum(mine, 0)
 
 
 def group_pairs(
@@ -211,10 +222,10 @@ def group_pairs(
     pairs = ids.numel()
     order, place = (torch.empty(pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    block = AT_ONCE[pairs > FEW_PAIRS]
+    block = next((size for size in AT_ONCE if pairs <= size), AT_ONCE[-1])
     _group_kernel[(num_experts + 1,)](
-        ids, order, place, ends, pairs, X=num_experts, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512),
-        launch_pdl=pdl
+        ids, order, place, ends, pairs, X=num_experts, BLOCK=block, ONCE=pairs <= block, PDL=pdl,
+        num_warps=max(1, block // 512), launch_pdl=pdl
     )
     return order, place, ends
 
