@@ -1,8 +1,10 @@
-"""Experts in bfloat16 of a few tokens, on one GPU: ``python -m benchmarks.few_experts [--tokens 1 2 4 8] [--router]``.
+"""Experts in bfloat16 of a few tokens, on one GPU: ``python -m benchmarks.few_experts [--tokens 1 2 4 8] [--router]
+[--down]``.
 
 Microseconds of a step from choices to sums, in captured chains of steps with other weights and other choices each: own
 CUDA C++ beside Triton, and the time of the chosen experts' bytes. ``--router``: each step begins with the norm, the
-router and the choice, which take a launch of their own. After ``--seconds`` no more lines begin.
+router and the choice, which take a launch of their own. ``--down``: also Triton's with down in the tile of gate and up.
+After ``--seconds`` no more lines begin.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.cuda_kernels import time_calls
 from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.linear import Norm
-from headrace.kernels.moe import RUN_EXPERTS, Stacked
+from headrace.kernels.moe import RUN_EXPERTS, Stacked, experts
 from headrace.kernels.moe.norm_route import norm_route
 from headrace.kernels.precompile import precompile
 from headrace.kernels.rowwise import Gate
@@ -76,16 +79,24 @@ def make_chain(
     return calls, read
 
 
+def run_with_one_tile(*call: Any) -> torch.Tensor:
+    with patch.object(experts, "choose_down_tile", lambda tile, inner: tile):
+        return experts.run_experts_pdl(*call)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--router", action="store_true")
+    parser.add_argument("--down", action="store_true")
     parser.add_argument("--seconds", type=float, default=30)
     args = parser.parse_args()
     began = time.time()
     pool = torch.empty(POOL_BYTES // 2, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
     ways = {name: RUN_EXPERTS.load(name) for name in ("cuda", "triton_pdl")}
+    if args.down:
+        ways["one tile"] = run_with_one_tile
 
     def run_all() -> None:
         for name in args.models:

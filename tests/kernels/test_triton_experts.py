@@ -182,7 +182,8 @@ def test_nobody_adds_nothing(num_tokens: int, device: str, dtype: torch.dtype, t
 @pytest.mark.cuda
 @pytest.mark.parametrize("num_tokens", [1, 8, 16, 64, 300, 1024])
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "width", "inner"), [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 1024, 3584)]
+    ("num_experts", "top_k", "width", "inner"),
+    [(128, 8, 2048, 768), (128, 8, 2048, 384), (32, 4, 2880, 2880), (8, 2, 1024, 3584)]
 )
 def test_experts_of_real_shapes(num_tokens: int, num_experts: int, top_k: int, width: int, inner: int):
     """As `auto` has it, with dependent launch; twice the same."""
@@ -197,6 +198,19 @@ def test_experts_of_real_shapes(num_tokens: int, num_experts: int, top_k: int, w
     out = run(x, ids, weights, (gate_up, gate_up_bias), (down, down_bias), SILU)
     assert relative_error(out, expected) < 1e-2
     assert torch.equal(out, run(x, ids, weights, (gate_up, gate_up_bias), (down, down_bias), SILU))
+
+
+def test_short_products_of_down_have_three_programs_on_a_multiprocessor():
+    """As of ranks; other tiles are as they were."""
+    from headrace.kernels.moe.experts import SHORT_INNER, choose_down_tile, choose_tile
+
+    many = choose_tile(250, 8, 128, is_half=True)
+    down = choose_down_tile(many, 384)
+    assert (down.rows, down.outputs, down.inputs) == (many.rows, many.outputs, many.inputs), "the same tiles of pairs"
+    assert (down.num_warps, down.num_stages) == (4, 3)
+    assert choose_down_tile(many, SHORT_INNER) == down and choose_down_tile(many, 768) == many
+    for other in (choose_tile(1, 8, 128, is_half=True), choose_tile(250, 8, 128, is_half=False)):
+        assert choose_down_tile(other, 384) == other
 
 
 @pytest.mark.cuda

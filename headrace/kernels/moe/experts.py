@@ -7,7 +7,7 @@ per pair, and of the pairs with the same expert only the first one's program wor
 left operand of `tl.dot`: it has more rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -24,6 +24,8 @@ from headrace.kernels.rowwise.triton import GATES, apply_gate
 FEW_TOKENS = 16
 """Also the least rows of a tensor-core tile: without sorting, a tile has one row per token."""
 MANY_ROWS = 64
+SHORT_INNER = 512
+"""Inputs of down, at most, of `choose_down_tile`."""
 BLOCK_SUM = 512
 
 
@@ -51,6 +53,14 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool)
     if rows == FEW_TOKENS:
         return Tile(rows, 64, 64, 4, 8 if num_tokens <= FEW_TOKENS else 5)
     return Tile(rows, 128, 64, 8, 4)
+
+
+def choose_down_tile(tile: Tile, inner: int) -> Tile:
+    """The tile of down, by that of gate and up. Where ``inner``, F, is short, as of ranks, a program asks for rows and
+    fills its pipeline about as long as it reads: then three with four warps on an SM, instead of two with eight."""
+    if tile.rows == MANY_ROWS and tile.num_warps == 8 and inner <= SHORT_INNER:
+        return replace(tile, num_warps=4, num_stages=3)
+    return tile
 
 
 @triton.jit
@@ -180,20 +190,20 @@ def run_experts(
     tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
     # one per pair, or the most that any choice of experts needs: one partly filled tile per expert
     tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
+    down_tile = choose_down_tile(tile, inner)
     shape = dict(
         TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner,
-        D=width, FEW=few, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
+        D=width, FEW=few, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, PDL=pdl, launch_pdl=pdl,
     )
     weight, bias = gate_up
     _gate_up_kernel[(ceil_div(inner, tile.outputs), tiles)](
         x, weight, x if bias is None else bias, ids, order, ends, gated, x.stride(0), num_tokens, *gate[1:],
-        HAS_BIAS=bias is not None, GATE=GATES[gate.kind], **shape,
+        HAS_BIAS=bias is not None, GATE=GATES[gate.kind], num_warps=tile.num_warps, num_stages=tile.num_stages, **shape,
     )
     weight, bias = down
     _down_kernel[(ceil_div(width, tile.outputs), tiles)](
         gated, weight, x if bias is None else bias, ids, order, ends, weights, parts, num_tokens,
-        HAS_BIAS=bias is not None, **shape,
+        HAS_BIAS=bias is not None, num_warps=down_tile.num_warps, num_stages=down_tile.num_stages, **shape,
     )
     _sum_kernel[(num_tokens, ceil_div(width, BLOCK_SUM))](
         parts, ids, out, D=width, TOP_K=top_k, BLOCK_K=shape["BLOCK_K"], BLOCK=BLOCK_SUM, PDL=pdl, num_warps=4,
