@@ -1,8 +1,11 @@
-"""Experts in codes beside plain ones, on one GPU: ``python -m benchmarks.coded_experts [--tokens 1 16 64] [--few]``.
+"""Experts in codes beside plain ones, on one GPU: ``python -m benchmarks.coded_experts [--tokens 1 16 64] [--few]
+[--parts [NAME]]``.
 
 For shapes of whole layers, microseconds from choices to sums (cold cache): plain, in codes, and in codes with other
 tiles and numbers of programs; before, bytes of the chosen experts' codes over the time. For up to four tokens also
-captured chains of steps with other choices, by block shape of the own CUDA C++; ``--few``: only these.
+captured chains of steps with other choices, by block shape of the own CUDA C++; ``--few``: only these. ``--parts``:
+only such chains of MXFP4 for some tokens, by tile of `headrace.kernels.moe.parts` and as they ran before, with the
+products alone and how far both outputs are apart.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.expand import expand
+from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
-from headrace.kernels.moe import coded, coded_few, fp8_few
+from headrace.kernels.moe import CodedStack, coded, coded_few, fp8_few, many, parts
 from headrace.kernels.moe.coded import Tile
 from headrace.kernels.moe.coded_few import Shape
 from headrace.kernels.moe.experts import run_experts_pdl
+from headrace.kernels.moe.triton import group_pairs, own_experts
 from headrace.kernels.rowwise import Gate
 from headrace.kernels.timing import time_on_gpu
 
@@ -36,6 +41,19 @@ TILES = [Tile(16, 64, 4, stages) for stages in (2, 3, 4)] + [
 ]
 PROGRAMS = (0, 400, 800, 1600)
 FP8_DOWN_SHAPES = [fp8_few.Shape(*numbers) for numbers in ((2, 6, 2, 2), (4, 3, 2, 4), (2, 5, 2, 4))]
+PART_SHAPES = {
+    "gpt-oss-20b": (32, 32, 4, 2880, 2880, (8, 16, 32, 64, 128, 250)),
+    "DeepSeek-V4-Flash": (256, 256, 6, 4096, 2048, (64,)),
+    "DeepSeek-V4-Flash, half of the experts": (256, 128, 6, 4096, 2048, (64, 128)),
+}
+"""Experts, those that are here, choices, sizes, tokens."""
+PART_TILES = [
+    parts.Tile(rows, groups, is_beside)
+    for rows, groups, is_beside in (
+        (8, 4, True), (8, 4, False), (8, 3, True), (8, 2, True), (16, 4, True), (16, 4, False), (16, 3, True),
+        (16, 2, True), (32, 4, False), (32, 3, False), (48, 3, False),
+    )
+]
 FEW_SHAPES = [Shape(*numbers) for numbers in ((12, 2, 4), (12, 4, 2), (12, 3, 4), (16, 2, 4), (8, 4, 4))]
 
 
@@ -110,11 +128,82 @@ def run_few(name: str, num_tokens: int) -> None:
     print(f"{name} {num_tokens} tokens in a chain, bytes {num_bytes / BANDWIDTH * 1e6:.1f} us: {line}", flush=True)
 
 
+def draw_mxfp4(num_experts: int, outputs: int, inputs: int) -> DeviceCodes:
+    """Random stacked matrices, made as codes: plain ones of DeepSeek-V4 would need much memory. Their inputs are a
+    multiple of 64."""
+    rows, blocks = num_experts * outputs, -(-inputs // 128)
+    codes = torch.randint(0, 256, (rows, blocks, 64), dtype=torch.uint8, device="cuda")
+    if inputs % 128:
+        codes[:, -1] &= 15
+    powers = torch.randint(244, 248, (rows, blocks * 4), dtype=torch.uint8, device="cuda")
+    return DeviceCodes(Code.E2M1, inputs, codes.flatten(1), powers, 32, has_whole_zeros=True)
+
+
+def run_parts(name: str) -> None:
+    """Print lines of chains of steps with some tokens."""
+    all_experts, num_experts, top_k, width, inner, tokens = PART_SHAPES[name]
+    gate = Gate("clamped", 7.0, 1.702, 1.0) if "oss" in name else Gate("clamped", 10.0, 1.0, 0.0)
+    layers: list[tuple[CodedStack, CodedStack]] = []
+    for _ in range(2):
+        gate_up, down = draw_mxfp4(num_experts, 2 * inner, width), draw_mxfp4(num_experts, width, inner)
+        biases = [torch.randn(num_experts, n, device="cuda").bfloat16() for n in (2 * inner, width)]
+        layers.append(((gate_up, biases[0]), (down, biases[1])) if "oss" in name else ((gate_up, None), (down, None)))
+    num_bytes, most = sum(stack[0].num_bytes for stack in layers[0]), parts.MOST_ROWS
+    for num_tokens in tokens:
+        x = torch.randn(num_tokens, width, device="cuda").bfloat16()
+        weights, steps = torch.rand(num_tokens, top_k, device="cuda"), []
+        for i in range(8):
+            ids = torch.rand(num_tokens, all_experts, device="cuda").topk(top_k).indices
+            steps.append((x, own_experts(ids, 0, num_experts), weights, *layers[i % 2], gate))
+        parts.MOST_ROWS = 0
+        expected = many.run_experts_pdl(*steps[0]).double()
+        found = {"before": time_calls([partial(many.run_experts_pdl, *step) for step in steps])}
+        parts.MOST_ROWS = most
+        chosen = parts.choose_tile(num_tokens, top_k, num_experts)
+        distance = 0.0
+        for tile in PART_TILES:
+            if chosen is None or not chosen.rows // 2 < tile.rows <= chosen.rows:
+                continue
+            key = f"{tile.rows}x{64 * tile.groups}" + ("" if tile.is_beside else " in turn")
+            calls = [partial(parts.run_experts, *step, tile=tile) for step in steps]
+            out = parts.run_experts(*steps[0], tile=tile)
+            assert out is not None, "it takes these codes"
+            distance = max(distance, float((out.double() - expected).norm() / expected.norm()))
+            found[key] = time_calls(calls)
+            found[f"products of {key}"] = time_calls([multiply_parts(step, num_experts, tile) for step in steps])
+        read = sum(len(ids[ids >= 0].unique()) for _, ids, *_ in steps) / len(steps) / num_experts
+        line = " | ".join(f"{key} {seconds * 1e6:.1f}" for key, seconds in sorted(found.items(), key=lambda p: p[1]))
+        print(
+            f"{name} {num_tokens} tokens, bytes {read * num_bytes / BANDWIDTH * 1e6:.1f} us, apart {distance:.1e}: "
+            f"{line}", flush=True
+        )
+
+
+def multiply_parts(step: tuple, num_experts: int, tile: parts.Tile) -> Callable[[], None]:
+    """Both products of a step, of rows that are in parts already."""
+    x, ids, _, gate_up, down, gate = step
+    order, _, ends = group_pairs(ids, num_experts)
+    rows = parts.take_apart(x, ends, order, ids.shape[1], pdl=False)
+    inner = parts.take_apart(parts.multiply(rows, *gate_up, ends, tile, Gated(*gate)), ends, pdl=False)
+
+    def run() -> None:
+        parts.multiply(rows, *gate_up, ends, tile, Gated(*gate))
+        parts.multiply(inner, *down, ends, tile)
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 64, 256, 1024])
     parser.add_argument("--few", action="store_true")
+    parser.add_argument("--parts", nargs="*", metavar="NAME", help="of shapes whose names begin so; without, of all")
     args = parser.parse_args()
+    if args.parts is not None:
+        for name in PART_SHAPES:
+            if not args.parts or name.startswith(tuple(args.parts)):
+                run_parts(name)
+        return
     for name in SHAPES:
         for num_tokens in (tokens for tokens in (1, 2, 4) if not args.few or tokens in args.tokens):
             run_few(name, num_tokens)

@@ -248,7 +248,8 @@ CODED_EXPERTS.add(
 )
 CODED_EXPERTS.add(
     "gluon_pdl", "headrace.kernels.moe.many:run_experts_pdl", supports=_reason_against_hopper, priority=17,
-    doc="for more than 16 tokens MXFP4 with plain rows, and FP8 with rows in FP8, by Hopper's tensor cores",
+    doc="MXFP4 with rows in two parts of FP8, many plain, and FP8 of more than 16 tokens with rows in FP8, by Hopper's "
+    "tensor cores",
 )
 MANY_CODED_EXPERTS.add(
     "cuda", "headrace.kernels.moe.many:run_experts", supports=_reason_against_hopper, priority=10,

@@ -16,7 +16,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.fp8_triton import quantise_rows_pdl
 from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.cuda_source import cache_compiled, fallback
-from headrace.kernels.moe import CodedStack, hopper, is_few, sorted_rows
+from headrace.kernels.moe import CodedStack, hopper, is_few, parts, sorted_rows
 from headrace.kernels.moe.triton import group_pairs, sum_pairs
 from headrace.kernels.rowwise import Gate
 
@@ -61,8 +61,10 @@ def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
 @cache_compiled
 def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) -> bool:
     """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of
-    any size need: those of a start are small or the largest, and no request may wait for a compiler."""
-    wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [PROBE]
+    any size need: those of a start are small or the largest, and no request may wait for a compiler. Fewer rows than
+    these tiles have are left to `parts`."""
+    rows_of_mxfp4 = (rows for rows in MXFP4_ROWS if rows > parts.MOST_ROWS)
+    wanted = product(rows_of_mxfp4, ("", gate)) if code is Code.E2M1 else [PROBE]
     with fallback("experts of many tokens run in Triton, or dequantised"):
         for rows, kind in wanted:
             sorted_rows.find_kernel(_tile_of(rows), kind, num_experts, device)
@@ -93,11 +95,15 @@ def run_experts(
 def run_experts_pdl(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
 ) -> torch.Tensor:
-    """See `CODED_EXPERTS`. Fewer tokens, and codes that are not taken here, are left to `hopper`."""
+    """See `CODED_EXPERTS`. MXFP4 of some tokens is left to `parts`; fewer tokens, and codes that are not taken here, to
+    `hopper`."""
     (num_tokens, top_k), num_experts = ids.shape, down[0].out_features // x.shape[1]
-    least = LEAST_MXFP4_EACH if gate_up[0].code is Code.E2M1 else LEAST_FP8_EACH
+    is_mxfp4 = gate_up[0].code is Code.E2M1
+    least = LEAST_MXFP4_EACH if is_mxfp4 else LEAST_FP8_EACH
     out = None
-    if not is_few(num_tokens, top_k, num_experts, least):
+    if is_mxfp4 and num_tokens > hopper.FEW_MXFP4_TOKENS:
+        out = parts.run_experts(x, ids, weights, gate_up, down, gate)
+    if out is None and not is_few(num_tokens, top_k, num_experts, least):
         out = run_experts(x, ids, weights, gate_up, down, gate)
     return hopper.run_experts_pdl(x, ids, weights, gate_up, down, gate) if out is None else out
 
