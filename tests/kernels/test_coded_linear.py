@@ -374,7 +374,7 @@ def test_shapes_are_compiled_together(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_all_of_a_models_shapes_are_compiled_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Once for each form that its weights turn out to have."""
     compiled: list[list[Any]] = []
-    monkeypatch.setattr(choice, "_compile", lambda calls, _: compiled.append([weight for weight, _, _ in calls]))
+    monkeypatch.setattr(choice, "_compile", lambda calls, *_, **__: compiled.append([own for own, _, _ in calls]))
     chooser = CodedChoice(tmp_path / "c.json", Clock(3.0))
     chooser.expect([(40, 96), (56, 96), (24, 160)])
     for kind in ("int4-halves", "fp8-channel", "mxfp4"):
@@ -395,7 +395,7 @@ def test_shapes_that_memory_does_not_hold_together_are_measured_one_by_one(
 ):
     compiled: list[set[tuple[int, int]]] = []
 
-    def note(calls: list[choice.Call], _: torch.dtype) -> None:
+    def note(calls: list[choice.Call], *_: object, **__: object) -> None:
         compiled.append({(weight.out_features, weight.in_features) for weight, _, _ in calls})
 
     def refuse(*_: object) -> None:

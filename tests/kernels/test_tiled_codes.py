@@ -11,7 +11,7 @@ from devices import DEVICES, relative_error
 
 pytest.importorskip("triton")
 
-from headrace.kernels.coded_linear import CODED_LINEAR, expand, reference, triton
+from headrace.kernels.coded_linear import CODED_FLOAT, CODED_LINEAR, expand, reference, triton
 from headrace.kernels.coded_linear.choice import describe_codes, find_solutions, pack_weight
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
@@ -80,11 +80,55 @@ def test_products_with_tiles(kind: str, device: str, dtype: torch.dtype, toleran
         x = draw(rows, 512, device, dtype)
         expected = x.double() @ plain.to(device).T
         assert relative_error(triton.skinny(x, weight, None, splits), expected) < tolerance
+        for multiply in (triton.skinny_float, expand.expand_and_multiply_float, reference.coded_float):
+            out = multiply(x, weight)
+            assert out.dtype == torch.float32 and relative_error(out, expected) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+def test_products_in_float_expand_some_outputs_at_a_time(
+    device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+):
+    """The shares are whole tiles and multiply alike; each is expanded by itself."""
+    weight, plain = make("int4-32", 80, 512, device)
+    expanded: list[int] = []
+    expand_all = expand.expand
+
+    def note(share: DeviceCodes, into: torch.dtype) -> torch.Tensor:
+        expanded.append(share.out_features)
+        return expand_all(share, into)
+
+    monkeypatch.setattr(expand, "expand", note)
+    monkeypatch.setattr(expand, "MOST_EXPANDED", 39 * 512)
+    x = draw(3, 512, device, dtype)
+    out = expand.expand_and_multiply_float(x, weight)
+    assert expanded == [32, 32, 16] and out.dtype == torch.float32
+    assert relative_error(out, x.double() @ plain.to(device).T) < tolerance
+    monkeypatch.setattr(reference, "CHUNK_WEIGHTS", 39 * 512)
+    assert relative_error(reference.dequantise(weight, torch.float32), plain) < 1e-6
+    blocks = DeviceCodes(Code.INT, 64, torch.ones(300, 64, dtype=torch.int8), torch.rand(3, 1), 64, rows=128)
+    shares = blocks.split(64 * 130)
+    assert [(len(own.codes), len(own.scales)) for own in shares] == [(128, 1), (128, 1), (44, 1)]
+    assert torch.equal(torch.cat([reference.dequantise(own, torch.float32) for own in shares]),
+                       reference.dequantise(blocks, torch.float32))
 
 
 def query(weight: DeviceCodes, rows: int = 1, capability: tuple[int, int] = (9, 0)) -> KernelQuery:
     shape = {**describe_codes(weight, torch.bfloat16, capability).shape, "num_rows": rows}
     return KernelQuery("cuda", "bfloat16", capability, shape)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 64, 300, 4096])
+def test_products_in_float_have_a_solution_for_any_number_of_rows(rows: int):
+    """For heads of checkpoints: in tiles, row by row, and in FP8."""
+    tiled, other = make("int8-32", 48, 512)[0], make("int4-32", 48, 512)[0].untile()
+    codes = torch.zeros(48, 512).to(torch.float8_e4m3fn)
+    for weight in (tiled, other, DeviceCodes(Code.E4M3, 512, codes, torch.ones(48, 1), 512)):
+        asked = describe_codes(weight, torch.bfloat16, (9, 0), in_float=True)
+        asked = KernelQuery("cuda", "bfloat16", (9, 0), asked.shape)
+        found = find_solutions(asked, rows)
+        assert "triton_expand" in found and set(found) <= set(CODED_FLOAT.names())
+        assert ("cuda_tiles" in found) == (weight is tiled and rows == 1)
 
 
 def test_who_takes_tiles():
@@ -185,6 +229,8 @@ def test_own_blocks_of_tiles(kind: str):
         assert torch.equal(tiled_block.multiply(x, weight, bias), tiled_block.multiply(x, weight, bias))
         sums = tiled_block.multiply_sums(x, weight)
         assert relative_error(sums if sums.dim() == 2 else sums.sum(0), expected) < 5e-3
+        wide = tiled_block.multiply_float(x, weight)
+        assert wide.dtype == torch.float32 and relative_error(wide, expected) < 5e-4
         if weight.order is None:
             assert relative_error(tiled_block.launch(x, weight, bias, splits=1), expected + bias.double()) < 5e-3
             block = tiled_block.choose_block(tiled_block.describe_form(weight), 16)
@@ -308,7 +354,7 @@ def test_kernels_for_many_rows_are_all_compiled_with_the_first_product(monkeypat
 
     found = []
     monkeypatch.setattr(tiled_many, "find_kernel", lambda form, is_whole, tile, gate, _: found.append((tile, gate)))
-    monkeypatch.setattr(tiled_many, "launch", lambda x, weight, bias, plan, gate=0: (plan.tile, gate))
+    monkeypatch.setattr(tiled_many, "launch", lambda x, weight, bias, plan, gate=0, **_: (plan.tile, gate))
     monkeypatch.setattr(tiled_many, "count_sms", lambda device: 132)
     weight, gate = make("int4-128", 8192, 1024)[0], tiled_many.GATES["gelu_tanh"]
     for rows in (33, 65, 150, 1024):
@@ -402,6 +448,8 @@ def test_own_products_of_many_rows(kind: str):
         assert torch.equal(tiled_many.multiply(x, weight, bias), tiled_many.multiply(x, weight, bias))
         sums = tiled_many.multiply_sums(x, weight)
         assert relative_error(sums if sums.dim() == 2 else sums.sum(0), product) < 3e-3
+        wide = tiled_many.multiply_float(x, weight)
+        assert wide.dtype == torch.float32 and relative_error(wide, product) < 1e-4
         assert relative_error(tiled_many.multiply_gated(x, weight, bias, Gate("silu")), silu) < 5e-3
         if weight.order is not None:
             continue
@@ -432,6 +480,8 @@ def test_own_products_with_tiles(kind: str):
         expected = x.double() @ plain.T + bias.double()
         assert relative_error(tiles.multiply(x, weight, bias), expected) < 5e-3
         assert torch.equal(tiles.multiply(x, weight, bias), tiles.multiply(x, weight, bias))
+        wide = tiles.multiply_float(x, weight)  # bfloat16 would be wrong by 1.6e-3
+        assert wide.dtype == torch.float32 and relative_error(wide, x.double() @ plain.T) < 5e-4
         gate, up = expected.chunk(2, dim=1)
         silu = torch.nn.functional.silu(gate) * up
         assert relative_error(tiles.multiply_gated(x, weight, bias, Gate("silu")), silu) < 1e-2

@@ -45,6 +45,7 @@ struct Call {
   int64 x_stride, residual_stride;
   int rows, outputs, inputs, padded, stages;  // padded: bytes of a row's digits in shared memory; stages of the ring
   int gate;  // 0 none, 1 silu, 2 gelu_tanh; the weight then has `outputs` rows of gate, then of up
+  int wide;  // 1: `out` is float32
   float eps, offset;
 };
 
@@ -331,7 +332,11 @@ __device__ __forceinline__ void finish(const Call &call, const Place &p, int til
       if (call.bias) value[i] += widen(call.bias[output + i * call.outputs]);
     }
     const float out = call.gate ? gated(call.gate, value[0], value[1]) : value[0];
-    call.out[int64(m) * call.outputs + output] = uint16(narrow(out, 0.f));
+    const int64 to = int64(m) * call.outputs + output;
+    if (call.wide)
+      ((float *)call.out)[to] = out;
+    else
+      call.out[to] = uint16(narrow(out, 0.f));
   }
   __syncwarp();
   if (lane == 0) arrive(p.read + 8 * buffer);

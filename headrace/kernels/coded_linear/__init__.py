@@ -297,6 +297,22 @@ GROUPED_CODED.add(
     doc="rows rounded to FP8: own CUDA C++ for up to 8, by Hopper's tensor cores beyond",
 )
 
+CODED_FLOAT = Operation("coded linear kernel with float32 output")
+"""``coded_float(x [T, I], weight: DeviceCodes [O, I]) -> [T, O]`` float32: as `CODED_LINEAR`, unrounded, of the
+solutions of that that have these names. For heads, of which O may be hundreds of thousands."""
+
+CODED_FLOAT.add("reference", "headrace.kernels.coded_linear.reference:coded_float", doc="plain torch")
+for _name, _function, _doc in (
+    ("triton_gemv", "triton:gemv_float", "own GEMV"), ("triton_gemv_pdl", "triton:gemv_float_pdl", "own GEMV"),
+    ("triton_skinny", "triton:skinny_float", "own GEMM for few rows"),
+    ("triton_skinny_pdl", "triton:skinny_float_pdl", "own GEMM for few rows"),
+    ("cuda_tiles", "tiles:multiply_float", "own CUDA C++"),
+    ("cuda_tile_block", "tiled_block:multiply_float", "own CUDA C++, as sums"),
+    ("cuda_tile_many", "tiled_many:multiply_float", "own CUDA C++, as sums"),
+    ("triton_expand", "expand:expand_and_multiply_float", "dequantises some outputs at a time, then torch's GEMM"),
+):
+    CODED_FLOAT.add(_name, f"headrace.kernels.coded_linear.{_function}", doc=_doc)
+
 CODED_SUMS = Operation("coded linear kernel with partial sums")
 """``coded_sums(x [T, I], weight: DeviceCodes [O, I])``: as `CODED_LINEAR` without a bias, or split-K partial sums
 [S, T, O] float32, which `headrace.kernels.rowwise.ADD_RMS_NORM` adds up. Of the solutions of `CODED_LINEAR`, by their

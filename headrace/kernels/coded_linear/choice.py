@@ -21,12 +21,19 @@ import torch.nn.functional as F
 
 from headrace.base import env
 from headrace.base.errors import PluginError
-from headrace.kernels.coded_linear import CODED_GATED, CODED_LINEAR, CODED_NORM_LINEAR, FP8_GATED, FP8_SUMS
+from headrace.kernels.coded_linear import (
+    CODED_FLOAT,
+    CODED_GATED,
+    CODED_LINEAR,
+    CODED_NORM_LINEAR,
+    FP8_GATED,
+    FP8_SUMS,
+)
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
 from headrace.kernels.cuda_source import CudaSourceError
-from headrace.kernels.linear import Norm
+from headrace.kernels.linear import LINEAR_FLOAT, Norm
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import is_dry_run, precompile
@@ -84,8 +91,10 @@ class Plan:
         return next(name for most, name in self.steps if num_rows <= most)
 
 
-def describe_codes(weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> KernelQuery:
-    """The query of `CODED_LINEAR` without ``num_rows``."""
+def describe_codes(
+    weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int], *, in_float: bool = False
+) -> KernelQuery:
+    """The query of `CODED_LINEAR` without ``num_rows``; ``in_float``: for results in float32, as of `CODED_FLOAT`."""
     is_short = weight.is_short or weight.code in SHORT_CODES
     shape = {
         "in_features": weight.in_features, "out_features": weight.out_features, "bits": 4 if is_short else 8,
@@ -93,6 +102,7 @@ def describe_codes(weight: DeviceCodes, dtype: torch.dtype, capability: tuple[in
         "group": weight.group if weight.scales.shape[1] > 1 else weight.in_features,
         "looks_up": int(weight.code in SHORT_CODES and weight.code is not Code.E2M1), "tiled": int(weight.is_tiled),
     }
+    shape |= {"in_float": 1} if in_float else {}
     return KernelQuery(weight.codes.device.type, str(dtype).removeprefix("torch."), capability, shape)
 
 
@@ -111,7 +121,16 @@ def pack_weight(matrix: CodedMatrix, dtype: torch.dtype, capability: tuple[int, 
 def find_solutions(query: KernelQuery, num_rows: int) -> list[str]:
     """Names of the solutions for so many rows, by priority."""
     asked = KernelQuery(query.device, query.dtype, query.capability, {**query.shape, "num_rows": num_rows})
-    return [name for name in CODED_LINEAR.names() if CODED_LINEAR.reason_against(name, asked) is None]
+    names = [name for name in CODED_LINEAR.names() if CODED_LINEAR.reason_against(name, asked) is None]
+    return [name for name in names if name in CODED_FLOAT.names()] if query.shape.get("in_float") else names
+
+
+def load_solution(name: str, *, in_float: bool) -> Callable[[torch.Tensor, DeviceCodes], torch.Tensor]:
+    """``multiply(x, weight)``, without a bias."""
+    if in_float:
+        return CODED_FLOAT.load(name)
+    multiply = CODED_LINEAR.load(name)
+    return lambda x, weight: multiply(x, weight, None)
 
 
 def make_plan(times: Times, memory: float = 1.0) -> Plan:
@@ -155,17 +174,19 @@ class CodedChoice:
         """Weights of these shapes [O, I] are going to come: what they need is compiled with the first one of a form."""
         self._shapes.update(shapes)
 
-    def prepare(self, weights: Iterable[DeviceCodes], dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    def prepare(
+        self, weights: Iterable[DeviceCodes], dtype: torch.dtype, capability: tuple[int, int], *, in_float: bool = False
+    ) -> None:
         """Compile all at once what `choose` is going to measure for these weights: one after the other, each shape has
         too few kernels to keep all cores busy."""
         calls: list[Call] = []
         for weight in weights:
-            key, query = self._describe(weight, dtype, capability)
+            key, query = self._describe(weight, dtype, capability, in_float=in_float)
             if _read_plan(self._find(key), query) is None and key not in self._compiled:
                 self._compiled.add(key)
                 calls += [(weight, rows, name) for rows in ROWS for name in find_candidates(query, rows)]
         if calls:
-            _compile(calls, dtype)
+            _compile(calls, dtype, in_float=in_float)
 
     def _prepare_all(
         self, weight: DeviceCodes, others: Iterable[Shape], dtype: torch.dtype, capability: tuple[int, int]
@@ -178,10 +199,10 @@ class CodedChoice:
         self.prepare([weight, *zeros], dtype, capability)
 
     def _describe(
-        self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]
+        self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int], *, in_float: bool = False
     ) -> tuple[str, KernelQuery]:
         """The key of a weight in the file, and its query."""
-        query = describe_codes(weight, dtype, capability)
+        query = describe_codes(weight, dtype, capability, in_float=in_float)
         machine = _describe_device(weight.codes.device)
         # measured again by versions that have other solutions
         names = sorted({name for rows in ROWS for name in find_candidates(query, rows)})
@@ -193,20 +214,28 @@ class CodedChoice:
             self._file = MeasuredFile(self._path or env.cache_dir() / "coded_products.json")
         return self._file.find(key)
 
-    def choose(self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> Plan | None:
-        """The plan for a weight on its device; None if it is better plain."""
-        plan = self.judge(weight, dtype, capability)
+    def choose(
+        self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int], *, in_float: bool = False
+    ) -> Plan | None:
+        """The plan for a weight on its device; None if it is better plain. ``in_float``: for results in float32."""
+        plan = self.judge(weight, dtype, capability, in_float=in_float)
         return plan if plan.keeps_codes else None
 
-    def judge(self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> Plan:
-        """The plan for a weight on its device, also where it is better plain."""
-        key, query = self._describe(weight, dtype, capability)
+    def judge(
+        self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int], *, in_float: bool = False
+    ) -> Plan:
+        """As `choose`, also where the weight is better plain."""
+        key, query = self._describe(weight, dtype, capability, in_float=in_float)
         plan = _read_plan(self._find(key), query)
-        if plan is not None and plan.keeps_codes and key not in self._told and not warm_up(weight, plan, dtype):
+        is_new = plan is not None and plan.keeps_codes and key not in self._told
+        if plan is not None and is_new and not warm_up(weight, plan, dtype, in_float=in_float):
             plan = None
         if plan is None:
-            others = self._shapes - {(weight.out_features, weight.in_features)}
-            self._prepare_all(weight, others, dtype, capability)
+            if in_float:  # no layer's weight has that
+                self.prepare([weight], dtype, capability, in_float=True)
+            else:
+                others = self._shapes - {(weight.out_features, weight.in_features)}
+                self._prepare_all(weight, others, dtype, capability)
             if is_dry_run():  # nothing can be measured
                 return _take_first(query)
             plan = self._measure(key, weight, query)
@@ -274,26 +303,28 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Timer) -> Times:
     """The times of all solutions for `ROWS`, which were compiled, so for every number of rows that they serve.
     Solutions that fail or give other numbers than the plain weight are left out, with a warning; raises
     `torch.OutOfMemoryError`."""
-    dtype, device = getattr(torch, query.dtype), weight.codes.device
+    dtype, device, in_float = getattr(torch, query.dtype), weight.codes.device, "in_float" in query.shape
+    linear = LINEAR_FLOAT.choose(query) if in_float else F.linear
     plain, times, faults = dequantise(weight, dtype), Times(), find_faults()
     weights, plains = _repeat(weight, weight.num_bytes, DeviceCodes.copy), _repeat(plain, plain.nbytes, torch.clone)
     left_out: set[str] = set()
     for rows in ROWS:
         x = torch.randn(rows, weight.in_features, device=device).to(dtype)
         copies = MOST_COPIES if rows <= CHAIN_ROWS else 1
-        found = {PLAIN: time([partial(F.linear, x, own) for own in plains[:copies]])}
-        expected, candidates = F.linear(x, plain).float(), find_candidates(query, rows)
+        found = {PLAIN: time([partial(linear, x, own) for own in plains[:copies]])}
+        expected, candidates = linear(x, plain).float(), find_candidates(query, rows)
         rest = [name for name in find_solutions(query, rows) if name not in candidates]
         for name in candidates + rest:
             if name in left_out or (name in rest and len(found) > 1):
                 continue
-            multiply = CODED_LINEAR.load(name)
+            multiply = load_solution(name, in_float=in_float)
             try:
-                _compare(multiply(x, weight, None), expected)
-                _check_fused(name, x, weight, plain)
-                for out, wanted in _call_rows(name, x, weight, expected):
-                    _compare(out, wanted)
-                found[name] = time([partial(multiply, x, own, None) for own in weights[:copies]])
+                _compare(multiply(x, weight), expected)
+                if not in_float:
+                    _check_fused(name, x, weight, plain)
+                    for out, wanted in _call_rows(name, x, weight, expected):
+                        _compare(out, wanted)
+                found[name] = time([partial(multiply, x, own) for own in weights[:copies]])
             except torch.OutOfMemoryError:
                 raise  # a `RuntimeError`, but of this moment and not of the solution
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
@@ -372,18 +403,22 @@ def find_candidates(query: KernelQuery, num_rows: int) -> list[str]:
     return [name for name in names if num_rows >= LEAST_ROWS.get(name, 0)] or names
 
 
-def _compile(calls: list[Call], dtype: torch.dtype) -> None:
+def _compile(calls: list[Call], dtype: torch.dtype, *, in_float: bool = False) -> None:
     """Compile the kernels of solutions for weights and numbers of rows, in parallel."""
 
     def run() -> None:
         for weight, rows, name in calls:
             x = torch.zeros(rows, weight.in_features, dtype=dtype, device=device)
             with suppress(*find_faults()):
-                _call_rows(name, x, weight, CODED_LINEAR.load(name)(x, weight, None))
-                _call_fused(name, x, weight)
+                out = load_solution(name, in_float=in_float)(x, weight)
+                if not in_float:
+                    _call_rows(name, x, weight, out)
+                    _call_fused(name, x, weight)
 
     device = calls[0][0].codes.device
-    about = [(str(describe_codes(weight, dtype, (0, 0))), rows, name) for weight, rows, name in calls]
+    about = [
+        (str(describe_codes(weight, dtype, (0, 0), in_float=in_float)), rows, name) for weight, rows, name in calls
+    ]
     precompile(run, f"coded products {about}", device)
 
 
@@ -398,14 +433,14 @@ def find_faults() -> tuple[type[Exception], ...]:
 
 
 @torch.no_grad()
-def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> bool:
+def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype, *, in_float: bool = False) -> bool:
     """Compile what a plan runs, for every number of rows, which measuring does too: nothing is to compile later. False
     if it cannot be run any more."""
-    _compile([(weight, rows, plan.find(rows)) for rows in ROWS], dtype)
+    _compile([(weight, rows, plan.find(rows)) for rows in ROWS], dtype, in_float=in_float)
     try:
         for rows in ROWS:
             x = torch.zeros(rows, weight.in_features, dtype=dtype, device=weight.codes.device)
-            CODED_LINEAR.load(plan.find(rows))(x, weight, None)
+            load_solution(plan.find(rows), in_float=in_float)(x, weight)
     except find_faults() as error:
         logger.warning("coded products are measured again, as what was chosen before fails: %s", error)
         return False

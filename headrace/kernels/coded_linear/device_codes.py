@@ -11,7 +11,9 @@ bytes of each, then the next 64 bytes of each, follow one another; so do a group
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -145,6 +147,19 @@ class DeviceCodes:
             self, codes=codes.flatten().view(self.codes.shape), scales=scales.flatten().view(self.scales.shape),
             is_tiled=False
         )
+
+    def split(self, most: int) -> list[DeviceCodes]:
+        """Views of consecutive outputs, of at most about ``most`` weights each, but a tile's or a block's outputs."""
+        block = math.lcm(self.rows, TILE_ROWS)
+        step = max(1, most // max(1, self.in_features) // block) * block
+        if step >= self.out_features:
+            return [self]
+        tables = step // self.rows
+        zeros = repeat(None) if self.zeros is None else self.zeros.split(tables)
+        return [
+            replace(self, codes=codes, scales=scales, zeros=own)
+            for codes, scales, own in zip(self.codes.split(step), self.scales.split(tables), zeros, strict=False)
+        ]
 
     def copy(self) -> DeviceCodes:
         """The same codes and tables elsewhere in memory."""

@@ -11,12 +11,15 @@ import triton.language as tl
 from headrace.kernels.coded_linear.decode import decode_pairs, find_codes, power_of
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, POWER_GROUP, DeviceCodes
 from headrace.kernels.coded_linear.pieces import find_constants, load_tables, point_at
+from headrace.kernels.coded_linear.reference import multiply_plain
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import gated_product
 from headrace.kernels.rowwise import Gate
 
 ROWS, WIDTH = 16, 256
 """Outputs, and bytes of each, of a program."""
+MOST_EXPANDED = 1 << 26
+"""Weights that a product with float32 outputs expands at a time: 128 MiB in half precision."""
 _BLOCK, _HALF, _POWER_GROUP = tl.constexpr(BLOCK), tl.constexpr(HALF), tl.constexpr(POWER_GROUP)
 
 
@@ -101,6 +104,17 @@ def expand(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
 def expand_and_multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `CODED_LINEAR`."""
     return F.linear(x, expand(weight, x.dtype), bias)
+
+
+def expand_and_multiply_float(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `CODED_FLOAT`. Some outputs at a time, as vocabularies have many."""
+    shares = weight.split(MOST_EXPANDED)
+    if len(shares) == 1:
+        return multiply_plain(x, expand(weight, x.dtype))
+    out = torch.empty((len(x), weight.out_features), dtype=torch.float32, device=x.device)
+    for part, share in zip(out.split([share.out_features for share in shares], dim=1), shares, strict=True):
+        part.copy_(multiply_plain(x, expand(share, x.dtype)))
+    return out
 
 
 def expand_and_gate(

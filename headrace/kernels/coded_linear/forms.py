@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from headrace.kernels.coded_linear import (
+    CODED_FLOAT,
     CODED_GATED,
     CODED_LINEAR,
     CODED_NORM_LINEAR,
@@ -42,8 +43,8 @@ class CodedWeight:
         self.weight, self.plan = weight, plan
         self.shape, self.num_bytes = (weight.out_features, weight.in_features), weight.num_bytes
         self._steps = [(most, CODED_LINEAR.load(name)) for most, name in plan.steps]
-        self._sums, self._gated, self._normalised = (
-            _load_same(operation, plan) for operation in (CODED_SUMS, CODED_GATED, CODED_NORM_LINEAR)
+        self._sums, self._gated, self._normalised, self._floats = (
+            _load_same(operation, plan) for operation in (CODED_SUMS, CODED_GATED, CODED_NORM_LINEAR, CODED_FLOAT)
         )
         # of rows in FP8
         self._rows, self._row_sums, self._gated_rows = (
@@ -54,6 +55,9 @@ class CodedWeight:
         self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         num_rows = x.shape[0]
+        in_float = _find(self._floats, num_rows) if out_dtype is torch.float32 and bias is None else None
+        if in_float is not None and num_rows:
+            return in_float(x, self.weight)
         multiply = next(multiply for most, multiply in self._steps if num_rows <= most)
         out = multiply(x, self.weight, bias)
         return out if out_dtype is None else out.to(out_dtype)

@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear.codes import decode
 from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes, Fp8Rows
+from headrace.kernels.linear.reference import linear_float, linear_into_float
 from headrace.kernels.rowwise import reference as rowwise
 
+CHUNK_WEIGHTS = 1 << 26
+"""Weights that are dequantised at a time, which bounds temporaries."""
 LEAST_SCALE = 2.0**-100
 """Of rows in FP8, so that its reciprocal is finite: groups of smaller numbers count as zeros."""
 
@@ -18,6 +21,16 @@ LEAST_SCALE = 2.0**-100
 def coded_linear(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `CODED_LINEAR`."""
     return F.linear(x, dequantise(weight, x.dtype), bias)
+
+
+def coded_float(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `CODED_FLOAT`."""
+    return multiply_plain(x, dequantise(weight, x.dtype))
+
+
+def multiply_plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `LINEAR_FLOAT`: cuBLAS stores its accumulator."""
+    return linear_into_float(x, weight) if x.is_cuda and x.dtype != torch.float32 else linear_float(x, weight)
 
 
 def grouped(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
@@ -71,6 +84,18 @@ def plain_codes(weight: DeviceCodes) -> torch.Tensor:
 
 def dequantise(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
     """The plain weight [O, I], inputs in their own order; computed in float32."""
+    shares = weight.split(CHUNK_WEIGHTS)
+    if len(shares) == 1:
+        return _dequantise(weight, dtype)
+    dense = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
+    first = 0
+    for share in shares:
+        dense[first : first + share.out_features] = _dequantise(share, dtype)
+        first += share.out_features
+    return dense
+
+
+def _dequantise(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
     weight = weight.untile()
     values = decode(weight.code, plain_codes(weight))
     zeros = weight.float_zeros

@@ -80,9 +80,10 @@ def choose_splits(units: int, tiles: int, block: Block, num_sms: int) -> int:
 
 def launch(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, block: Block | None = None,
-    splits: int | None = None,
+    splits: int | None = None, keeps_sums: bool = False,
 ) -> torch.Tensor:
-    """The product [M, N] of x [M, K] with its bias, or partial sums [S, M, N] float32 without."""
+    """The product [M, N] of x [M, K] with its bias, or partial sums [S, M, N] float32 without; with ``keeps_sums``
+    always these."""
     form, (rows, inputs), outputs = describe_form(weight), x.shape, weight.out_features
     block = block or choose_block(form, rows)
     tiles, units = ceil_div(outputs, MATRIX_ROWS * block.warps), inputs // form.unit
@@ -90,11 +91,12 @@ def launch(
     splits = splits or choose_splits(units, tiles * row_tiles, block, count_sms(x.device))
     units_each = ceil_div(ceil_div(units, splits), block.chunk) * block.chunk
     splits = ceil_div(units, units_each)
-    shape, dtype = ((splits, rows, outputs), torch.float32) if splits > 1 else ((rows, outputs), x.dtype)
+    keeps_sums = keeps_sums or splits > 1
+    shape, dtype = ((splits, rows, outputs), torch.float32) if keeps_sums else ((rows, outputs), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     call = _Call(
         x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
-        parts=out.data_ptr() if splits > 1 else None, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(),
+        parts=out.data_ptr() if keeps_sums else None, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(),
         x_stride=x.stride(0), rows=rows, outputs=outputs, inputs=inputs, units_each=units_each, splits=splits,
         tiles=tiles,
     )
@@ -115,3 +117,9 @@ def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) ->
 def multiply_sums(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
     """See `CODED_SUMS`."""
     return launch(arrange(x, weight), weight, None)
+
+
+def multiply_float(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `CODED_FLOAT`."""
+    sums = launch(arrange(x, weight), weight, None, keeps_sums=True)
+    return sums[0] if len(sums) == 1 else add_splits(sums, None, torch.float32, pdl=True)

@@ -186,20 +186,22 @@ def find_boxes(weight: DeviceCodes, tile: Tile, *, is_gated: bool) -> tuple[Boxe
 
 
 def launch(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, plan: Plan, *, gate: int = 0
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, plan: Plan, *, gate: int = 0,
+    keeps_sums: bool = False
 ) -> torch.Tensor:
     """The product [M, N] of x [M, K] with its bias and the activation ``gate`` of `GATES`, or partial sums [S, M, N]
-    float32 without."""
+    float32 without; with ``keeps_sums`` always these."""
     form, tile, rows = describe_form(weight), plan.tile, len(x)
     boxes = find_boxes(weight, tile, is_gated=bool(gate))
     # a barrier that waited for other bytes than those that come would wait for ever
     assert sum(own.num_bytes for own in boxes) + 2 * BLOCK * tile.rows == tile.count_stage_bytes(form)
     outputs = weight.out_features // (2 if gate else 1)
-    shape, dtype = ((plan.splits, rows, outputs), torch.float32) if plan.splits > 1 else ((rows, outputs), x.dtype)
+    keeps_sums = keeps_sums or plan.splits > 1
+    shape, dtype = ((plan.splits, rows, outputs), torch.float32) if keeps_sums else ((rows, outputs), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     call = _Call(
         bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
-        parts=out.data_ptr() if plan.splits > 1 else None, rows=rows, outputs=outputs, inputs=x.shape[1],
+        parts=out.data_ptr() if keeps_sums else None, rows=rows, outputs=outputs, inputs=x.shape[1],
         splits=plan.splits, units_each=plan.units,
     )
     items = count_items(tile, rows, weight.out_features) * plan.splits
@@ -212,13 +214,15 @@ def launch(
 
 
 def _multiply(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, gate: int = 0, adds: bool = True
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, gate: int = 0, adds: bool = True,
+    keeps_sums: bool = False
 ) -> torch.Tensor:
-    """The product, or partial sums."""
+    """The product, or partial sums: see `launch`."""
     x = arrange(x, weight)
     size = Size(len(x), weight.out_features, weight.in_features, count_sms(x.device))
     prepare(describe_form(weight), weight.has_whole_zeros, gate, x.device)
-    return launch(x, weight, bias, choose_plan(size, can_split=not gate, adds=adds), gate=gate)
+    plan = choose_plan(size, can_split=not gate, adds=adds)
+    return launch(x, weight, bias, plan, gate=gate, keeps_sums=keeps_sums)
 
 
 def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
@@ -232,6 +236,12 @@ def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) ->
 def multiply_sums(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
     """See `CODED_SUMS`."""
     return _multiply(x, weight, None, adds=False)
+
+
+def multiply_float(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `CODED_FLOAT`."""
+    sums = _multiply(x, weight, None, keeps_sums=True)
+    return sums[0] if len(sums) == 1 else add_splits(sums, None, torch.float32, pdl=True)
 
 
 def multiply_gated(

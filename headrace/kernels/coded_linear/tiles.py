@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "residual", "norm", "bias", "out", "total", "codes", "scales")),
         *((name, c_int64) for name in ("x_stride", "residual_stride")),
-        *((name, c_int) for name in ("rows", "outputs", "inputs", "padded", "stages", "gate")),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "padded", "stages", "gate", "wide")),
         *((name, c_float) for name in ("eps", "offset")),
     )
 
@@ -116,7 +116,7 @@ def launch(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
     before: Addition | None = None, gate: int = 0, shape: Shape | None = None,
 ) -> torch.Tensor:
-    """``out`` [M, N] of x [M, K]. ``gate``: of `GATES`, 0 for none."""
+    """``out`` [M, N] of x [M, K], of x's dtype or float32. ``gate``: of `GATES`, 0 for none."""
     if not len(x):
         return out
     form, (rows, inputs) = describe_form(weight), x.shape
@@ -131,6 +131,7 @@ def launch(
         x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), x_stride=x.stride(0), rows=rows,
         outputs=outputs, inputs=inputs, padded=form.pad(inputs), stages=stages, gate=gate,
+        wide=int(out.dtype == torch.float32),
     )
     if before is not None:
         before.describe(call)
@@ -144,6 +145,12 @@ def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) ->
     """See `CODED_LINEAR`."""
     out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
     return launch(arrange(x, weight), weight, bias, out)
+
+
+def multiply_float(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `CODED_FLOAT`."""
+    out = torch.empty((x.shape[0], weight.out_features), dtype=torch.float32, device=x.device)
+    return launch(arrange(x, weight), weight, None, out)
 
 
 def multiply_gated(

@@ -186,11 +186,12 @@ def choose_gemv_tile(num_outputs: int, row_bytes: int, width: int) -> GemvTile:
 
 
 def gemv(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, pdl: bool = False
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, pdl: bool = False,
+    dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """See `CODED_LINEAR`; compiled for each number of rows."""
+    """See `CODED_LINEAR`; compiled for each number of rows. ``dtype`` of the result, x's by default."""
     x, outputs, stride = _order(x, weight), weight.out_features, weight.codes.shape[1]
-    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], outputs), dtype=dtype or x.dtype, device=x.device)
     constants = find_constants(weight, x.dtype)
     width = constants["WIDTH"] = min(HALF if weight.is_short else BLOCK, constants["GROUP"] & -constants["GROUP"])
     if weight.has_powers:
@@ -207,11 +208,23 @@ def gemv(
 
 
 def skinny(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None = None, *, pdl: bool = False
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None = None, *, pdl: bool = False,
+    dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """See `CODED_LINEAR`. Inputs are split among programs where outputs give too few."""
-    sums = _multiply_few(x, weight, bias, splits, pdl=pdl)
-    return sums if sums.dim() == 2 else add_splits(sums, bias, x.dtype, pdl=pdl)
+    """See `CODED_LINEAR`. Inputs are split among programs where outputs give too few. ``dtype`` of the result, x's by
+    default."""
+    sums = _multiply_few(x, weight, bias, splits, pdl=pdl, dtype=dtype)
+    return sums if sums.dim() == 2 else add_splits(sums, bias, dtype or x.dtype, pdl=pdl)
+
+
+def gemv_float(x: torch.Tensor, weight: DeviceCodes, *, pdl: bool = False) -> torch.Tensor:
+    """See `CODED_FLOAT`."""
+    return gemv(x, weight, None, pdl=pdl, dtype=torch.float32)
+
+
+def skinny_float(x: torch.Tensor, weight: DeviceCodes, *, pdl: bool = False) -> torch.Tensor:
+    """See `CODED_FLOAT`."""
+    return skinny(x, weight, None, pdl=pdl, dtype=torch.float32)
 
 
 def add_splits(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, pdl: bool) -> torch.Tensor:
@@ -231,9 +244,10 @@ def skinny_sums(x: torch.Tensor, weight: DeviceCodes, *, pdl: bool = False) -> t
 
 
 def _multiply_few(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None, *, pdl: bool
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None, *, pdl: bool,
+    dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The product [M, N] with its bias, or partial sums [S, M, N] float32 without."""
+    """The product [M, N] in ``dtype`` (x's by default) with its bias, or partial sums [S, M, N] float32 without."""
     x, outputs = _order(x, weight), weight.out_features
     rows, width = x.shape
     tile_rows = next(size for size in (16, 32, 64, 128) if rows <= size or size == 128)
@@ -242,8 +256,8 @@ def _multiply_few(
         splits = 1
         while tiles * splits < LEAST_PROGRAMS and width // (2 * splits) >= 4 * BLOCK:
             splits *= 2
-    shape, dtype = ((splits, rows, outputs), torch.float32) if splits > 1 else ((rows, outputs), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
+    shape, kept = ((splits, rows, outputs), torch.float32) if splits > 1 else ((rows, outputs), dtype or x.dtype)
+    out = torch.empty(shape, dtype=kept, device=x.device)
     _skinny_kernel[(ceil_div(outputs, SKINNY_OUTPUTS), splits, ceil_div(rows, tile_rows))](
         x, *point_at(weight, x.dtype), x if bias is None else bias, out, x.stride(0), rows, outputs,
         ceil_div(width, splits * BLOCK), HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, ROWS=tile_rows,
@@ -255,3 +269,4 @@ def _multiply_few(
 
 gemv_pdl, skinny_pdl = partial(gemv, pdl=True), partial(skinny, pdl=True)
 skinny_sums_pdl = partial(skinny_sums, pdl=True)
+gemv_float_pdl, skinny_float_pdl = partial(gemv_float, pdl=True), partial(skinny_float, pdl=True)

@@ -114,6 +114,8 @@ class BlockTensor(QuantisedTensor):
         device = weight.weight.device
         if device.type == "cpu":
             return PanelWeight(pack_blocks([part.blocks for part in parts]))
+        if not _takes_codes(weight):
+            return None
         stacked = stack_matrices([read_codes(part.blocks, device) for part in parts])
         return None if stacked is None else store_on_gpu(stacked, weight, choice)
 
@@ -153,11 +155,16 @@ class CodedTensor(QuantisedTensor):
         return store_on_gpu(stacked, weight, choice)
 
 
+def _takes_codes(weight: StorableWeight) -> bool:
+    """Whether kernels on a GPU take codes of it: of no embedding, also where the head is the same matrix."""
+    return not weight.has_rows and weight.weight.dtype != torch.float32
+
+
 def store_on_gpu(matrix: CodedMatrix, weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
-    """The weight in the layout of GPU kernels; None where it is irregular or faster plain, and for the vocabulary,
-    whose logits are not rounded to half precision. Experts, of which a step reads few, are always faster in codes."""
+    """The weight in the layout of GPU kernels; None where it is irregular or faster plain, and for embeddings. Heads
+    are judged by products with float32 results. Experts, of which a step reads few, are always faster in codes."""
     dtype = weight.weight.dtype
-    if weight.is_vocabulary or dtype == torch.float32:
+    if not _takes_codes(weight):
         return None
     if weight.is_stack:
         return _store_stack(matrix, weight)
@@ -165,7 +172,7 @@ def store_on_gpu(matrix: CodedMatrix, weight: StorableWeight, choice: CodedChoic
     codes = pack_weight(matrix, dtype, capability)
     if codes is None:
         return None
-    plan = choice.choose(codes, dtype, capability)
+    plan = choice.choose(codes, dtype, capability, in_float=weight.is_vocabulary)
     return None if plan is None else CodedWeight(codes, plan)
 
 
