@@ -337,30 +337,61 @@ __device__ __forceinline__ float add_sums(
   return value;
 }
 
-__device__ __forceinline__ void finish(const float *parts, const Call &call, const Shared &s, const Work &work) {
-  for (int at = threadIdx.x; at < work.tiles * call.tokens * 8; at += THREADS) {
-    const int row = at % 8, token = at / 8 % call.tokens, tile = at / 8 / call.tokens;
+constexpr int KEPT = DOWN ? 4 : 2;  // biases that a thread has on their way: of experts, or of gate and up
+struct Result {  // what a thread stores
+  int row, token, tile, expert, output;  // expert among the distinct ones, unless DOWN
+  bool is_there;
+  __device__ __forceinline__ Result(const Call &call, const Work &work, int at) {
+    row = at % 8, token = at / 8 % call.tokens, tile = at / 8 / call.tokens, expert = 0;
+    output = work.first + tile * 8 + row;
+    is_there = tile < work.tiles && (!DOWN || output < work.end);
+    if (DOWN) return;
+    const int tiles = call.outputs / 8;
+    expert = (work.first + tile) / tiles, output = (work.first + tile - expert * tiles) * 8 + row;
+  }
+};
+
+// Ask for biases of a result. Volatile, to be asked for where it is called: they come from memory.
+__device__ __forceinline__ void read_biases(uint16 (&bias)[KEPT], const Call &call, const Shared &s, const Result &at) {
+#pragma unroll
+  for (int i = 0; i < KEPT; i++) {
+    bias[i] = 0;
+    if (!at.is_there || (DOWN && i >= s.count)) continue;
+    const int64 place = int64(s.experts[DOWN ? i : at.expert]) * call.rows_each + at.output + (DOWN ? 0 : i * call.outputs);
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(bias[i]) : "l"(call.bias + place));
+  }
+}
+
+// `first` has biases of the thread's first result.
+__device__ __forceinline__ void finish(
+    const float *parts, const uint16 (&first)[KEPT], const Call &call, const Shared &s, const Work &work) {
+  uint16 bias[KEPT];
+#pragma unroll
+  for (int i = 0; i < KEPT; i++) bias[i] = first[i];
+  for (int nth = threadIdx.x; nth < work.tiles * call.tokens * 8; nth += THREADS) {
+    const Result at(call, work, nth);
+    if (nth >= THREADS && call.bias) read_biases(bias, call, s, at);
+    if (!at.is_there) continue;
     if (DOWN) {
-      const int output = work.first + tile * 8 + row;
-      if (output >= work.end) continue;
-      float value = work.each ? add_sums(parts, call, work, tile, token, 0, row) : 0.f;
-      if (call.bias)
-        for (int j = 0; j < s.count; j++)
-          if (s.pairs[j][token] >= 0)
-            value += s.factors[s.pairs[j][token]] * widen(call.bias[int64(s.experts[j]) * call.rows_each + output]);
-      call.out[int64(token) * call.outputs + output] = narrow(value);
-    } else {
-      const int tiles = call.outputs / 8, nth = (work.first + tile) / tiles, pair = s.pairs[nth][token];
-      if (pair < 0) continue;
-      const int output = (work.first + tile - nth * tiles) * 8 + row;
-      const float unit = unlift(s.largest[token]);
-      float gate = add_sums(parts, call, work, tile, token, 0, row) * unit;
-      float up = add_sums(parts, call, work, tile, token, 1, row) * unit;
-      if (call.bias) {
-        const uint16 *bias = call.bias + int64(s.experts[nth]) * call.rows_each + output;
-        gate += widen(bias[0]), up += widen(bias[call.outputs]);
+      float value = work.each ? add_sums(parts, call, work, at.tile, at.token, 0, at.row) : 0.f;
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        const int pair = call.bias && i < s.count ? s.pairs[i][at.token] : -1;
+        if (pair >= 0) value += s.factors[pair] * widen(bias[i]);
       }
-      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, call.gate, gate, up));
+      if (call.bias)
+        for (int j = KEPT; j < s.count; j++)
+          if (s.pairs[j][at.token] >= 0)
+            value += s.factors[s.pairs[j][at.token]] *
+                     widen(call.bias[int64(s.experts[j]) * call.rows_each + at.output]);
+      call.out[int64(at.token) * call.outputs + at.output] = narrow(value);
+    } else {
+      const int pair = s.pairs[at.expert][at.token];
+      if (pair < 0) continue;
+      const float unit = unlift(s.largest[at.token]);
+      const float gate = add_sums(parts, call, work, at.tile, at.token, 0, at.row) * unit + widen(bias[0]);
+      const float up = add_sums(parts, call, work, at.tile, at.token, 1, at.row) * unit + widen(bias[1]);
+      call.out[int64(pair) * call.outputs + at.output] = narrow(gated_by(call, call.gate, gate, up));
     }
   }
 }
@@ -405,6 +436,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (nth < end) locate(reader, call, s, work);
 #pragma unroll 1  // fewer instructions to read before the first copy
   for (int slot = 0; slot < DEPTH; slot++, next++) fetch(reader, &map, call, s, work, ring, slot, next < end);
+  uint16 bias[KEPT] = {};  // no kernel writes it
+  if (call.bias) read_biases(bias, call, s, Result(call, work, threadIdx.x));
   if (DOWN) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -449,5 +482,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (DOWN && nth + 1 < end) choose_rows(own, factors, call, s, x, at.couple);
   }
   __syncthreads();
-  finish(parts, call, s, work);
+  finish(parts, bias, call, s, work);
 }

@@ -278,15 +278,31 @@ __device__ __forceinline__ void send_sums(const char *rings, const Room &room, i
   }
 }
 
+// The sink of the head whose dims this thread completes, as bits. Volatile, to be asked for where it is called: it comes
+// from memory.
+__device__ __forceinline__ uint32 read_sink(const Call &call, int head) {
+  const int g = threadIdx.x / (SLICE / 2), query_head = head * G + g;
+  uint32 bits = 0;
+  if (!call.sinks || g >= G) return bits;
+  if (call.has_wide_sinks) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(bits) : "l"((const float *)call.sinks + query_head));
+  } else {
+    uint16 half;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(half) : "l"((const uint16 *)call.sinks + query_head));
+    bits = uint32(half) << 16;
+  }
+  return bits;
+}
+
 // The block's part of the dims, of what all blocks have sent.
-__device__ __forceinline__ void complete(const Call &call, const Room &room, int row, int head, int rank) {
+__device__ __forceinline__ void complete(
+    const Call &call, const Room &room, int row, int head, int rank, uint32 sink_bits) {
   constexpr int PAIRS_OF_SLICE = SLICE / 2;
   if (threadIdx.x >= G * PAIRS_OF_SLICE) return;
   const int g = threadIdx.x / PAIRS_OF_SLICE, dim = threadIdx.x % PAIRS_OF_SLICE * 2, query_head = head * G + g;
   float top = MASKED, total = 0.f, low = 0.f, high = 0.f;
   if (call.sinks) {  // as if there were a key with this logit and a value of zero
-    top = LOG2_E * (call.has_wide_sinks ? ((const float *)call.sinks)[query_head]
-                                        : widen(((const uint16 *)call.sinks)[query_head]));
+    top = LOG2_E * __uint_as_float(sink_bits);
     total = 1.f;
   }
   const float sink = top;
@@ -335,6 +351,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const Head angles = load_angles(call, row), q_norm = load_norm(call.q_norm, call.offset),
              k_norm = load_norm(call.k_norm, call.offset);
   const int64 slot = __ldcg(call.slots + row);
+  const uint32 sink = read_sink(call, head);
   const Reader reader{};
 
   wait_for_previous();
@@ -397,5 +414,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   send_sums(memory, room, rank);
   arrive();
   await();
-  complete(call, room, row, head, rank);
+  complete(call, room, row, head, rank, sink);
 }

@@ -304,7 +304,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         const float *table = call.scales + int64(call.shared == 1 ? row : row / call.shared) * call.table;
 #pragma unroll
         for (int e = 0; e < EACH; e++)
-          asm volatile("ld.global.nc.f32 %0, [%1];"  // volatile, to be asked for here
+          asm volatile("ld.global.f32 %0, [%1];"  // volatile, to be asked for here
                        : "=f"(to[i][e]) : "l"(table + min(step.chunk * UNIT + e * GROUPS + group, call.table - 1)));
       }
     };

@@ -250,6 +250,20 @@ __device__ __forceinline__ void prefetch_scales(
   }
 }
 
+// The same of the norm's weight and of biases.
+__device__ __forceinline__ void prefetch_rows(const Call &call, int first_tile, int tiles_apart, int own_tiles) {
+  constexpr int LINE = 64;
+  const int lane = threadIdx.x % 32;
+  if (NORM)
+    for (int at = lane * LINE; at < call.inputs; at += 32 * LINE) prefetch_line(call.norm + at);
+  if (!call.bias) return;
+  for (int nth = lane; nth < own_tiles; nth += 32) {
+    const int output = (first_tile + nth * tiles_apart) * TILE_OUTPUTS;
+    prefetch_line(call.bias + output);
+    if (GATE) prefetch_line(call.bias + call.outputs + output);
+  }
+}
+
 // The scales of a thread's rows and of its warpgroup's blocks of a stage. Volatile, to be asked for where it is called.
 __device__ __forceinline__ void load_scales(
     const float *const (&table)[2], int first_block, int last, float (&scales)[2][EACH]) {
@@ -258,7 +272,7 @@ __device__ __forceinline__ void load_scales(
   for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-      asm volatile("ld.global.nc.f32 %0, [%1];"
+      asm volatile("ld.global.f32 %0, [%1];"
                    : "=f"(scales[i][e]) : "l"(table[i] + min(first_block + e * GROUPS + group, last)));
 }
 
@@ -316,6 +330,7 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
   float row_scale[2] = {1.f, 1.f};
 
   if (group == GROUPS) {
+    prefetch_rows(call, first_tile, tiles_apart, own_tiles);
     if (count > 0) prefetch_scales(call, first_tile, tiles_apart, own_tiles, first_chunk * UNIT, own_blocks);
     if (threadIdx.x == MATH) {
       int slot = 0;

@@ -29,6 +29,9 @@ __device__ __forceinline__ void wait_for(uint32 bar, uint32 parity) {
                "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
 }
 
+// Ask the L2 for a line that no kernel writes.
+__device__ __forceinline__ void prefetch_line(const void *place) { asm volatile("prefetch.global.L2 [%0];" ::"l"(place)); }
+
 // An L2 policy for what is read once.
 __device__ __forceinline__ int64 read_once() {
   int64 policy;

@@ -135,8 +135,6 @@ __device__ __forceinline__ const uint16 *find_row(const Call &call, const Adapte
   return call.a + ((own.slot * call.parts + rank.part) * call.most_ranks + rank.index) * int64(call.inputs);
 }
 
-__device__ __forceinline__ void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
 // Ask the L2 for this block's part of a and of b, by `lanes` threads.
 __device__ __forceinline__ void ask_for_factors(
     const Call &call, const Place &p, const Adapted (&adapted)[ROWS], int lane, int lanes) {
@@ -144,7 +142,7 @@ __device__ __forceinline__ void ask_for_factors(
     const Rank rank(call, index);
     const Adapted own = pick(adapted, rank.row);
     if (own.slot >= 0 && rank.index < pick(own.ranks, rank.part))
-      for (int k = lane * 64; k < call.inputs; k += lanes * 64) prefetch(find_row(call, own, rank) + k);
+      for (int k = lane * 64; k < call.inputs; k += lanes * 64) prefetch_line(find_row(call, own, rank) + k);
   }
   for (int row = 0; row < ROWS; row++) {
     const Adapted own = pick(adapted, row);
@@ -152,7 +150,7 @@ __device__ __forceinline__ void ask_for_factors(
     for (int part = 0; part < MOST_PARTS; part++) most = max(most, own.ranks[part]);
     for (int r = lane; r < most * KINDS; r += lanes) {
       const uint16 *from = call.b + ((own.slot * call.most_ranks + r / KINDS) * KINDS + r % KINDS) * call.outputs;
-      for (int n = p.first; n < p.last + 63; n += 64) prefetch(from + min(n, p.last - 1));
+      for (int n = p.first; n < p.last + 63; n += 64) prefetch_line(from + min(n, p.last - 1));
     }
   }
 }
@@ -180,11 +178,11 @@ __device__ __forceinline__ float await_sum(const uint64 *from, uint32 launch) {
 __device__ __forceinline__ void load_rows(const Call &call, const Place &p, uint32 (&x)[ROWS][VECS][WORDS]) {
   const int warp = threadIdx.x / 32;
   uint4 weights[NORM ? VECS : 1];
-  if (NORM) {  // which no kernel writes
+  if (NORM) {  // which no kernel writes; a load by __ldg would be moved behind the wait
 #pragma unroll
     for (int i = 0; i < VECS; i++) {
       const int k = (threadIdx.x + i * THREADS) * 8;
-      weights[i] = k < call.inputs ? __ldg((const uint4 *)(call.norm + k)) : uint4{0, 0, 0, 0};
+      weights[i] = k < call.inputs ? *(const uint4 *)(call.norm + k) : uint4{0, 0, 0, 0};
     }
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -390,9 +388,20 @@ __device__ __forceinline__ float expand(const Call &call, const Place &p, const 
   return sum;
 }
 
-// Add up the warps' sums, and store what follows them.
-__device__ __forceinline__ void finish(const Call &call, const Place &p, const Adapted (&adapted)[ROWS]) {
+// Biases of a result. Volatile, to be asked for where it is called: they come from memory.
+__device__ __forceinline__ void read_biases(uint16 (&bias)[KINDS], const Call &call, const Place &p, int at) {
+  if (!call.bias || at >= (p.last - p.first) * ROWS) return;
+#pragma unroll
+  for (int kind = 0; kind < KINDS; kind++)
+    asm volatile("ld.global.u16 %0, [%1];"
+                 : "=h"(bias[kind]) : "l"(call.bias + p.first + at / ROWS + kind * call.outputs));
+}
+
+// Add up the warps' sums, and store what follows them. `bias`: of the thread's first result.
+__device__ __forceinline__ void finish(
+    const Call &call, const Place &p, const Adapted (&adapted)[ROWS], uint16 (&bias)[KINDS]) {
   for (int at = threadIdx.x; at < (p.last - p.first) * ROWS; at += THREADS) {
+    if (at >= THREADS) read_biases(bias, call, p, at);
     const int index = at / ROWS, m = at - index * ROWS, output = p.first + index;
     float factor = 1.f, value[KINDS];
     if (NORM) factor = find_factor(call, p, m);
@@ -403,7 +412,7 @@ __device__ __forceinline__ void finish(const Call &call, const Place &p, const A
 #pragma unroll
       for (int w = 0; w < WARPS; w++) sum += from[w];
       value[kind] = sum * factor;
-      if (call.bias) value[kind] += widen(call.bias[output + kind * call.outputs]);
+      value[kind] += widen(bias[kind]);
       if (ADAPTED) value[kind] += expand(call, p, pick(adapted, m), m, output + kind * call.outputs);
     }
     const float out = GATED ? gated(call.gate, value[0], value[KINDS - 1]) : value[0];
@@ -433,12 +442,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) plain_rows(const C
     else if (ADAPTED)
       ask_for_factors(call, p, adapted, threadIdx.x - THREADS - 1, 31);
   } else {
+    uint16 bias[KINDS] = {};
+    read_biases(bias, call, p, threadIdx.x);
     uint32 x[ROWS][VECS][WORDS];
     load_rows(call, p, x);
     if (ADAPTED) reduce(call, p, adapted, x);
     consume(call, p, x);
     if (ADAPTED) await_reduced(call, p);
     synchronise();
-    finish(call, p, adapted);
+    finish(call, p, adapted, bias);
   }
 }

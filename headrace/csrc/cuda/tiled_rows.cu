@@ -209,6 +209,18 @@ __device__ __forceinline__ int find_eight(const Call &call, int tile, int i) {
   return call.gate ? tile + i * (call.outputs >> 3) : min(2 * tile + i, (call.outputs - 1) >> 3);
 }
 
+// Ask the L2 for the norm's weight and for biases, by the threads that multiply.
+__device__ __forceinline__ void prefetch_rows(const Call &call, const Place &p) {
+  constexpr int LINE = 64;
+  if (call.norm)
+    for (int at = threadIdx.x * LINE; at < call.inputs; at += THREADS * LINE) prefetch_line(call.norm + at);
+  if (!call.bias) return;
+  for (int tile = blockIdx.x + threadIdx.x * gridDim.x; tile < p.tiles; tile += THREADS * gridDim.x) {
+    prefetch_line(call.bias + (tile << p.tile_shift));
+    if (call.gate) prefetch_line(call.bias + call.outputs + (tile << p.tile_shift));
+  }
+}
+
 // Keep the ring full: one thread.
 __device__ __forceinline__ void produce(const Call &call, const Place &p) {
   const int groups = GROUP == 0 ? 0 : (p.units * GROUPS + EACH - 1) / EACH;
@@ -404,6 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) tiled_rows(const C
     // codes, which no kernel writes, are asked for before the previous kernel has ended
     if (threadIdx.x % 32 == 0) produce(call, p);
   } else {
+    prefetch_rows(call, p);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int width = p.units * UNIT;
