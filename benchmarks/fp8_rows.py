@@ -22,7 +22,7 @@ from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.coded_linear import CODED_LINEAR, fp8_rows
 from headrace.kernels.coded_linear.choice import describe_codes, find_solutions
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.fp8_rows import RING, Shape
+from headrace.kernels.coded_linear.fp8_rows import LOWER, RING, Shape
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.rowwise import Gate
@@ -37,19 +37,20 @@ CASES = {
     "V4 output, 2 ranks": (4096, 4096, False), "V4 output, 4 ranks": (4096, 2048, False),
     "V3 queries and latent": (2112, 7168, False), "Qwen3 out": (2048, 4096, False),
     "Qwen3 out, 2 ranks": (2048, 2048, False), "Qwen3 qkv, 2 ranks": (2560, 2048, False),
+    "Qwen3 qkv": (5120, 2048, False), "Llama 8B qkv": (6144, 4096, False), "Llama 8B gate_up": (28672, 4096, True),
 }
 DIVISIONS = [
     *(replace(RING, splits=splits) for splits in (1, 2, 4, 8)), Shape(2, 8), Shape(2, 8, 2), Shape(4, 4, 2, 4),
-    Shape(8, 2, 2, 4),
+    Shape(8, 2, 2, 4), *LOWER,
 ]
 LAYER = ("V4 queries and latent", "V4 queries up, 2 ranks", "V4 output, 2 ranks", "V4 gate_up, 2 ranks",
          "V4 down, 2 ranks")
 
 
 def name_of(shape: Shape) -> str:
-    """Programs of a tile; blocks of a stage, stages and warpgroups where they are not the usual ones."""
+    """Programs of a tile; blocks of a stage, stages, warpgroups and rows of a tile where these are unusual."""
     usual = replace(shape, splits=1) == RING
-    return f"{shape.splits}" if usual else f"{shape.splits} ({shape.unit}/{shape.stages}/{shape.groups})"
+    return f"{shape.splits}" if usual else f"{shape.splits} ({shape.unit}/{shape.stages}/{shape.groups}/{shape.height})"
 
 
 def compare(out: torch.Tensor, expected: torch.Tensor) -> str:
@@ -88,7 +89,9 @@ def run_case(name: str, rows: int) -> None:
             times[other + wrong] = time_calls([partial(multiply, x, own, None) for own in weights])
     best = min(times.values())
     line = " | ".join(f"{key} {seconds * 1e6:.2f}" for key, seconds in times.items())
-    chosen = fp8_rows.choose_shape(ceil_div(outputs, fp8_rows.TILE), inputs, rows)
+    chosen = fp8_rows.divide_evenly(
+        fp8_rows.choose_shape(ceil_div(outputs, fp8_rows.TILE), inputs, rows), outputs, inputs
+    )
     floor = weights[0].num_bytes / BANDWIDTH * 1e6
     print(
         f"{name:<24}{outputs:>6} x {inputs:<5} {rows} rows, bytes {floor:.2f}, chosen {name_of(chosen)}, best "

@@ -129,6 +129,46 @@ def test_programs_share_inputs_by_two_and_run_at_once(model: str, ranks: int):
         assert fp8_rows.choose_shape(tiles, inputs, rows).splits == (2 if can_share or needs_two else 1)
 
 
+@pytest.mark.parametrize(("outputs", "inputs", "height"), [
+    (28672, 4096, 32), (6144, 4096, 48), (5120, 2048, 48), (4096, 4096, 64), (16384, 1024, 64), (8192, 1024, 64),
+    (32768, 1024, 64), (28672, 4096 + 128, 64),
+])
+def test_lower_tiles_divide_rows_more_evenly(outputs: int, inputs: int, height: int):
+    """Among programs that are as many as multiprocessors; whole stages of inputs, and no more memory."""
+    shape = fp8_rows.choose_shape(ceil_div(outputs, fp8_rows.TILE), inputs, 1)
+    divided = fp8_rows.divide_evenly(shape, outputs, inputs)
+    assert divided.height == height and divided.splits == shape.splits
+    assert (divided == shape) == (height == 64) and inputs % (divided.unit * 128 if height < 64 else 128) == 0
+    for rows in (1, 4, 16):
+        used, before = (
+            fp8_rows.count_shared_bytes(rows, inputs, own, has_norm=True) for own in (divided, shape)
+        )
+        assert used <= before
+        # what wgmma reads behind the last tile of the ring
+        assert used - 1024 - divided.stages * divided.unit * height * 128 >= (64 - height) * 128
+    share = ceil_div(ceil_div(outputs, height), fp8_rows.NUM_SMS) * height
+    whole = ceil_div(ceil_div(outputs, 64), fp8_rows.NUM_SMS) * 64
+    assert share <= 0.9 * whole or height == 64
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lower", fp8_rows.LOWER)
+def test_products_by_lower_tiles(form: str, lower: fp8_rows.Shape):
+    """Outputs that are no multiple of a tile, several tiles of a program, rows that fill a product or not."""
+    for rows, outputs, inputs in ((1, 6144, 4096), (3, 14352, 1024), (9, 208, 2048)):
+        weight = draw_weight(form, outputs, inputs, "cuda")
+        plain = reference.dequantise(weight, torch.float32).double()
+        x, bias = draw_rows(rows, inputs), torch.randn(outputs, device="cuda").bfloat16()
+        expected = round_rows(x) @ plain.T + bias.double()
+        out = x.new_empty(rows, outputs)
+        assert relative_error(fp8_rows.launch(x, weight, bias, out, shape=lower), expected) < 8e-3
+        gate, up = expected.chunk(2, dim=1)
+        gated = x.new_empty(rows, outputs // 2)
+        fp8_rows.launch(x, weight, bias, gated, shape=lower, gate=Gate("silu"))
+        assert relative_error(gated, F.silu(gate) * up) < 1.2e-2
+
+
 def test_what_is_taken():
     def reason(rows: int = 1, capability: tuple[int, int] = (9, 0), **other: int) -> str | None:
         query = describe_codes(draw_weight("block", 128, 256), torch.bfloat16, capability)

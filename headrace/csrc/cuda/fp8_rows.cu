@@ -11,19 +11,23 @@
 //
 // Gated, a tile has 32 outputs: of each 16 rows 8 are of gate and 8 of up, so that a thread holds both of an output.
 //
+// A tile may have 48 or 32 outputs, where more of 64 would come unevenly to multiprocessors. wgmma still multiplies 64 rows:
+// the others are what lies behind in shared memory, at least sums of warpgroups, and are not stored.
+//
 // Compiled by NVRTC for bfloat16 x. Macros: COLUMNS, rows of x rounded up to 8 or 16; UNIT; STAGES of the ring; GROUPS;
-// SPLITS; GATE 0 none, 1 silu, 2 gelu_tanh, 3 clamped; NORM; TABLES 1: the weight has a scale for each 128 inputs.
+// SPLITS; HEIGHT of a tile; GATE 0 none, 1 silu, 2 gelu_tanh, 3 clamped; NORM; TABLES 1: the weight has a scale for each 128 inputs.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
 
-constexpr int BLOCK = 128, TILE = 64, BLOCK_BYTES = TILE * BLOCK, STAGE_BYTES = UNIT * BLOCK_BYTES;
+constexpr int BLOCK = 128, TILE = HEIGHT, BLOCK_BYTES = TILE * BLOCK, STAGE_BYTES = UNIT * BLOCK_BYTES;
 constexpr int TILE_OUTPUTS = GATE ? TILE / 2 : TILE;
 constexpr int MATH = GROUPS * 128, WARPS = MATH / 32, THREADS = MATH + 32;
 constexpr int EACH = UNIT / GROUPS;      // blocks of a stage that a warpgroup multiplies
 constexpr int SUMS = COLUMNS / 2;        // that a thread holds: rows lane / 4 and 8 more of its warp's 16, of columns
                                          // 8 j + 2 (lane % 4) and the next
 constexpr float LARGEST = 448.f, LEAST = 1e-30f;
+static_assert(TILE % 16 == 0 && TILE <= 64 && 64 * BLOCK - BLOCK_BYTES <= 2 * (GROUPS - 1) * SUMS * 512, "");
 static_assert(UNIT % GROUPS == 0 && GROUPS > 1 && (COLUMNS == 8 || COLUMNS == 16), "");
 
 struct Call {
@@ -44,7 +48,7 @@ __device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"
 __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint32 bar, int tile, int block) {
   if (GATE)
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %3, "
-                 "%4, %5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(tile * 4), "r"(block) : "memory");
+                 "%4, %5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(tile * (TILE / 16)), "r"(block) : "memory");
   else
     load_pieces(to, map, bar, tile * TILE, block);
 }
@@ -198,6 +202,7 @@ __device__ __forceinline__ void wait_for_cluster(uint32 bar, uint32 parity) {
 __device__ __forceinline__ void finish(const Call &call, const Memory &s, const float (&sum)[SUMS], int tile,
                                        const float (&row_scale)[2], const int (&row)[2]) {
   const int lane = threadIdx.x % 32;
+  if (threadIdx.x / 32 >= TILE / 16) return;  // rows behind the tile
   float bias[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < 2; i++)

@@ -34,7 +34,7 @@ from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 BLOCK, TILE = 128, 64
-"""As in the source: inputs of a block, rows of the weight in a tile."""
+"""As in the source: inputs of a block, rows of the weight in a tile, at most."""
 MOST_SPLITS, MOST_X_BYTES = 8, 48 << 10
 """Programs of a cluster, and codes of x that one keeps."""
 LEAST_SHARED = 2048
@@ -57,15 +57,20 @@ class _Call(ctypes.Structure):
 @dataclass(frozen=True)
 class Shape:
     """Blocks of inputs of a tile, tiles of the ring, programs that share the inputs of a tile, warpgroups of a
-    program."""
+    program, rows of the weight in a tile."""
 
     unit: int
     stages: int
     splits: int = 1
     groups: int = 2
+    height: int = TILE
 
 
 RING = Shape(4, 4)
+LOWER = (Shape(4, 5, height=48), Shape(8, 4, height=32))
+"""With lower tiles, for the number of which multiprocessors have a more even share."""
+LEAST_GAIN = 0.1
+"""Fewer rows of the busiest program, for which lower tiles are taken."""
 
 
 @cache_compiled
@@ -87,7 +92,7 @@ def count_shared_bytes(rows: int, inputs: int, shape: Shape, *, has_norm: bool) 
     columns, blocks = 8 * ceil_div(rows, 8), count_chunks(inputs, shape) * shape.unit
     floats = blocks * columns + (2 * (shape.groups - 1) + shape.splits - 1) * columns * 64 + columns
     floats += rows * (inputs // BLOCK) if has_norm else 0
-    ring, barriers = shape.stages * shape.unit * TILE * BLOCK, 16 * (shape.stages + 1)
+    ring, barriers = shape.stages * shape.unit * shape.height * BLOCK, 16 * (shape.stages + 1)
     return 1024 + ring + blocks * rows * BLOCK + barriers + 4 * floats
 
 
@@ -108,6 +113,20 @@ def choose_shape(tiles: int, inputs: int, rows: int) -> Shape:
     return replace(RING, splits=splits)
 
 
+@cache
+def divide_evenly(shape: Shape, weight_rows: int, inputs: int) -> Shape:
+    """The shape, or one of `LOWER` if programs by themselves have clearly fewer rows of the weight then."""
+
+    def most_rows(own: Shape) -> int:
+        return ceil_div(ceil_div(weight_rows, own.height), NUM_SMS) * own.height
+
+    if shape.splits > 1:
+        return shape
+    able = [own for own in LOWER if inputs % (own.unit * BLOCK) == 0]
+    best = min((shape, *able), key=most_rows)
+    return best if most_rows(best) <= (1 - LEAST_GAIN) * most_rows(shape) else shape
+
+
 def view_weight(weight: DeviceCodes, *, is_gated: bool) -> torch.Tensor:
     """Codes as bytes in blocks of inputs [K / 128, O, 128]; gated, [K / 128, O / 16, 2, 8, 128]: groups of eight rows
     of gate, then of the same eight of up."""
@@ -122,7 +141,7 @@ def view_weight(weight: DeviceCodes, *, is_gated: bool) -> torch.Tensor:
 
 def _describe_weight(weight: DeviceCodes, shape: Shape, *, is_gated: bool) -> ctypes.Array[ctypes.c_char]:
     """A tensor map of the tiles that a stage takes."""
-    tile = (TILE // 16, 2, 8) if is_gated else (TILE,)
+    tile = (shape.height // 16, 2, 8) if is_gated else (shape.height,)
     return describe_boxes(view_weight(weight, is_gated=is_gated), (shape.unit, *tile, BLOCK))
 
 
@@ -138,8 +157,10 @@ def launch(
         return out
     is_gated = gate is not None
     outputs, columns = weight.out_features // (2 if is_gated else 1), 8 * ceil_div(rows, 8)
-    tiles = ceil_div(outputs, TILE // 2 if is_gated else TILE)
-    shape = shape or choose_shape(tiles, inputs, rows)
+    if shape is None:
+        shape = choose_shape(ceil_div(weight.out_features, TILE), inputs, rows)
+        shape = divide_evenly(shape, weight.out_features, inputs)
+    tiles = ceil_div(outputs, shape.height // 2 if is_gated else shape.height)
     call = _Call(
         x=x.data_ptr(), bias=address_of(bias), out=out.data_ptr(),
         scales=weight.scales.data_ptr(), x_stride=x.stride(0), group=group[0],
