@@ -34,11 +34,23 @@ __device__ __forceinline__ void copy16(uint32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void store_in_first(float *own, float value) {  // of the cluster, at the same place
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, 0;\n st.shared::cluster.f32 [there], %1; }" ::"r"(
-                   address(own)), "f"(value) : "memory");
+// A float to the same place in the first block of the cluster, whose barrier counts its bytes.
+__device__ __forceinline__ void send_to_first(const float *own, uint32 bar, float value) {
+  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, 0; mapa.shared::cluster.u32 bar, %1, 0;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %2, [bar]; }" ::"r"(address(own)),
+               "r"(bar), "f"(value) : "memory");
 }
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void expect_bytes(uint32 bar, uint32 bytes) {  // of its only phase
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+               "fence.mbarrier_init.release.cluster;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for_bytes(uint32 bar) {
+  asm volatile("{ .reg .pred done;\n"
+               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+               "@!done bra AGAIN; }" ::"r"(bar) : "memory");
+}
+// Relaxed: releasing memory would be a fence of the GPU's memory, and wait for rows that were just written.
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ int find_rank() {
   int rank;
@@ -50,6 +62,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const __grid_constant__ Call call) {
   extern __shared__ __align__(16) char memory[];
   const int token = blockIdx.x / CLUSTER, rank = find_rank(), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ __align__(8) uint64 there;
+  const uint32 bar = address(&there);
+  if (rank == 0 && threadIdx.x == 0) expect_bytes(bar, EXPERTS * SHARES * 4);
+  __syncthreads();
   arrive();  // a block's memory may be written once it has started
   const int eights = call.inputs / 8, num_own = max(0, min(OWN, EXPERTS - rank * OWN));
   float *parts = (float *)memory, *squares = parts + EXPERTS * SHARES;  // [X, SHARES] in the first block
@@ -133,15 +149,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         sums[e] += widen(values[j]) * widen(words[j]) + widen_high(values[j]) * widen_high(words[j]);
     }
   }
-  await();
+  await();   // all blocks have begun
+  arrive();  // this one has read the row: the sum of its squares is known
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
     const float sum = sum_of_warp(sums[e]);
-    if (lane == 0 && first + e < num_own) store_in_first(parts + (rank * OWN + first + e) * SHARES + share, sum);
+    if (lane == 0 && first + e < num_own) send_to_first(parts + (rank * OWN + first + e) * SHARES + share, bar, sum);
   }
-  arrive();
-  await();
   if (chooses) {
+    wait_for_bytes(bar);
+    __syncwarp();
     float logits[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
@@ -153,7 +170,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     const int64 at = int64(token) * call.top_k;
     choose(logits, biases, call.ids + at, call.weights + at, call.top_k, call.scale, call.least_sum);
+    __syncwarp();
   }
+  await();
   if (rank == 1) {  // the other blocks have read the row
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {

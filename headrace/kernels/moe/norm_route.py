@@ -53,10 +53,12 @@ def _find_kernel(
 ) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
     with fallback("norms before experts, routers and choices take a kernel each"):
-        return load_kernel(
+        kernel = load_kernel(
             "norm_route", device, shared_bytes, EXPERTS=num_experts, CHUNKS=chunks, SCORE=score,
             RENORMALISE=int(renormalise),
         )
+        kernel.share_multiprocessors()  # with the kernels before and behind it
+        return kernel
     return None
 
 
