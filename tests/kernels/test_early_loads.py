@@ -22,3 +22,11 @@ def test_norm_weights_of_plain_rows_are_asked_for_by_plain_loads():
     text = next(path for path in SOURCES if path.name == "plain_rows.cu").read_text()
     before, wait, _ = text[text.index("void load_rows(") :].partition("griddepcontrol.wait")
     assert wait and "call.norm" in before and "__ldg((" not in before
+
+
+def test_kernels_of_a_token_have_no_fence_of_the_gpus_memory():
+    """A barrier of the cluster that releases memory is compiled to one."""
+    kernels = ("few_decodes", "norm_route", "fp8_rows", "fp8_few", "streams_few", "plain_rows", "tiled_rows")
+    texts = [path.read_text() for path in SOURCES if path.name.removesuffix(".cu") in kernels]
+    assert len(texts) == len(kernels)
+    assert not [text for text in texts if "barrier.cluster.arrive.release" in text]

@@ -55,18 +55,28 @@ __device__ __forceinline__ void copy(uint32 to, const void *from, int bytes) {
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Relaxed: releasing memory would be a fence of the GPU's memory, and wait for keys and values that were just written.
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// To the same place in another block of the cluster.
-__device__ __forceinline__ void send(const float *own, int block, float4 v) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-               "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5}; }" ::"r"(address(own)), "r"(block), "f"(v.x),
-               "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+__device__ __forceinline__ void expect_bytes(uint32 bar, uint32 bytes) {  // of its only phase
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+               "fence.mbarrier_init.release.cluster;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void send(const float *own, int block, float2 v) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-               "st.shared::cluster.v2.f32 [there], {%2, %3}; }" ::"r"(address(own)), "r"(block), "f"(v.x), "f"(v.y)
-               : "memory");
+__device__ __forceinline__ void wait_for_bytes(uint32 bar) {
+  asm volatile("{ .reg .pred done;\n"
+               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+               "@!done bra AGAIN; }" ::"r"(bar) : "memory");
+}
+// To the same place in another block of the cluster, whose barrier counts its bytes.
+__device__ __forceinline__ void send(const float *own, uint32 bar, int block, float4 v) {
+  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar]; }"
+               ::"r"(address(own)), "r"(bar), "r"(block), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+__device__ __forceinline__ void send(const float *own, uint32 bar, int block, float2 v) {
+  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [bar]; }"
+               ::"r"(address(own)), "r"(bar), "r"(block), "f"(v.x), "f"(v.y) : "memory");
 }
 __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
@@ -249,6 +259,7 @@ struct Room {
   float2 own[WARPS][G];                  // maximum and sum of each warp
   float stats[CLUSTER][G][2];            // of each block of the cluster
   float values[CLUSTER][G][SLICE];
+  uint64 there;                          // a barrier that waits for the bytes of both
 };
 
 // Of the warps' sums, each in its ring, to the blocks that complete them.
@@ -265,7 +276,7 @@ __device__ __forceinline__ void send_sums(const char *rings, const Room &room, i
       const float4 part = *(const float4 *)(rings + w * RING + (g * PADDED + dim) * 4);
       sum.x += fade * part.x, sum.y += fade * part.y, sum.z += fade * part.z, sum.w += fade * part.w;
     }
-    send(&room.values[rank][g][dim % SLICE], dim / SLICE, sum);
+    send(&room.values[rank][g][dim % SLICE], address(&room.there), dim / SLICE, sum);
   }
   for (int at = threadIdx.x; at < G * CLUSTER; at += THREADS) {
     const int g = at % G;
@@ -274,7 +285,7 @@ __device__ __forceinline__ void send_sums(const char *rings, const Room &room, i
     for (int w = 1; w < WARPS; w++) top = fmaxf(top, room.own[w][g].x);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) total += room.own[w][g].y * exp2_fast(room.own[w][g].x - top);
-    send(&room.stats[rank][g][0], at / G, float2{top, total});
+    send(&room.stats[rank][g][0], address(&room.there), at / G, float2{top, total});
   }
 }
 
@@ -326,6 +337,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   Room &room = *(Room *)(memory + WARPS * RING);
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER, head = tile % call.kv_heads, row = tile / call.kv_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, heads = call.kv_heads * G;
+  if (threadIdx.x == 0) expect_bytes(address(&room.there), sizeof(room.stats) + sizeof(room.values));
   arrive();  // a block's memory may be written once it has started
   char *ring = memory + warp * RING;
   const uint32 ring_at = address(ring);
@@ -412,7 +424,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   __syncthreads();
   await();
   send_sums(memory, room, rank);
-  arrive();
-  await();
+  wait_for_bytes(address(&room.there));  // then nobody sends to a block that has ended
   complete(call, room, row, head, rank, sink);
 }

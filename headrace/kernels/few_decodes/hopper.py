@@ -65,9 +65,9 @@ class _Call(ctypes.Structure):
 
 
 def count_shared_bytes(head_dim: int, group: int, cluster: int) -> int:
-    """Of a block: rings, queries, sums of its warps and of the cluster's blocks."""
+    """Of a block: rings, queries, sums of its warps and of the cluster's blocks, the barrier of these."""
     rows = 16 if group > 8 else 8
-    return WARPS * RING_BYTES + 2 * rows * head_dim + 8 * group * (WARPS + cluster) + 4 * group * head_dim
+    return WARPS * RING_BYTES + 2 * rows * head_dim + 8 * group * (WARPS + cluster) + 4 * group * head_dim + 8
 
 
 def list_macros(rotation: Rotation, pages: torch.Tensor, head: Head, cluster: int) -> dict[str, int]:
