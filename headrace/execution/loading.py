@@ -221,6 +221,8 @@ def _finish(
     balancer = find_balancer(model, build.experts, config.parallel.balancing) if moves_experts else None
     if build.device.type == "cpu":
         store_fastest(model)
+    if model.adapters is not None:
+        model.adapters.place_behind_weights()
     return balancer
 
 

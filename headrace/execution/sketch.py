@@ -27,7 +27,7 @@ from headrace.layers.build import Build
 from headrace.layers.quantization.coded import Storing, find_form
 from headrace.layers.quantization.storage import EncodedWeight, find_storable
 from headrace.models.source import ModelSource, resolve_source
-from headrace.parallel.cut import has_memory
+from headrace.parallel.cut import has_memory, spare_of
 from headrace.parallel.ranks import Ranks
 
 SMALL = 0.01
@@ -93,10 +93,13 @@ def lend_weights(
     lent: dict[Any, torch.Tensor] = {}
 
     def lend(tensor: torch.Tensor) -> torch.Tensor:
-        key = tuple(tensor.shape), tensor.dtype
+        num_spare = spare_of(tensor)
+        key = tuple(tensor.shape), tensor.dtype, num_spare
         if key not in lent:
-            lent[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=build.device)
-            _flatten(lent[key])
+            rows, *rest = tensor.shape or (1,)
+            memory = torch.empty((rows + num_spare, *rest), dtype=tensor.dtype, device=build.device)
+            _flatten(memory)
+            lent[key] = memory[:rows].view(tensor.shape)
         return lent[key]
 
     for parameter in model.parameters():

@@ -70,7 +70,7 @@ class Targets(dict[str, torch.Tensor]):
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor into its target."""
         target, whole = self[name], self.wholes[name].detach()
-        ensure_memory(whole)
+        ensure_memory(self.wholes[name])  # which knows of memory behind it
         if target.is_meta:
             target = whole.as_strided(target.shape, target.stride(), target.storage_offset())
         target.detach().copy_(tensor)

@@ -53,21 +53,23 @@ class Cut:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter that knows its ``cut`` of the checkpoint's tensor."""
+    """A parameter that knows its ``cut`` of the checkpoint's tensor, and how many rows of memory are behind it, or will
+    be once it has memory: ``num_spare``, see `with_spare`."""
 
     cut: Cut
+    num_spare: int = 0
 
     @staticmethod
     def allocate(
         dims: Sequence[Dim], dtype: torch.dtype, device: torch.device, *, is_deferred: bool = False, num_spare: int = 0
     ) -> ShardedParameter:
-        """Uninitialised; ``is_deferred``: without memory until `ensure_memory`; else with memory for ``num_spare`` rows
-        behind it, see `with_spare`."""
+        """Uninitialised, with memory for ``num_spare`` rows behind it; ``is_deferred``: without memory until
+        `ensure_memory`."""
         cut = Cut.of(dims)
         rows, *rest = cut.shape
         memory = torch.empty((rows + (0 if is_deferred else num_spare), *rest), dtype=dtype, device=device)
         made = ShardedParameter(memory[:rows], requires_grad=False)
-        made.cut = cut
+        made.cut, made.num_spare = cut, num_spare
         if is_deferred:
             made.untyped_storage().resize_(0)
         return made
@@ -89,9 +91,14 @@ def has_memory(parameter: torch.Tensor) -> bool:
 
 
 def ensure_memory(parameter: torch.Tensor) -> None:
-    """Give memory, uninitialised, to a deferred parameter; others stay as they are."""
+    """Give memory, uninitialised, to a deferred parameter and its spare rows; others stay as they are."""
     if not has_memory(parameter):
-        parameter.untyped_storage().resize_(parameter.nbytes)
+        parameter.untyped_storage().resize_(parameter.nbytes + parameter.nbytes // len(parameter) * spare_of(parameter))
+
+
+def spare_of(parameter: torch.Tensor) -> int:
+    """A parameter's ``num_spare``; plain ones have none."""
+    return parameter.num_spare if isinstance(parameter, ShardedParameter) else 0
 
 
 def like_parameter(parameter: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,13 @@ class AdapterBanks:
             return PreparedAdapter(parts)
         return PreparedAdapter(parts, StagedFactors(parts, self._find_factor_banks(parts), memory))
 
+    def place_behind_weights(self) -> None:
+        """Move ``a`` of banks behind the weights that have room for it. Weights may get memory only when they are
+        filled, and other memory when they are quantised: call it once they are all in."""
+        for bank in self._banks.values():
+            if isinstance(bank, LinearBank) and bank.extended is not None:
+                bank.extended.place(bank)
+
     def stage_loads(self) -> None:
         """Have what loads of adapters from staged memory need, on the device."""
         if self._stage is None:
