@@ -325,3 +325,22 @@ def test_fp8_solutions():
             gated = FP8_GATED.load("cuda_wave")(rows, weight, own, torch.bfloat16, "silu")
             assert relative_error(out, expected) < 6e-3 and relative_error(gated, F.silu(gate) * up) < 8e-3
             assert relative_error(CODED_LINEAR.load("cuda_wave")(x, weight, own), expected) < 2e-2
+
+
+@pytest.mark.parametrize("width, rows, is_chosen", [
+    (28928, 250, True), (28928, 193, True), (28928, 129, False), (28928, 64, False), (28928, 257, False),
+    (30720, 250, False), (6528, 250, False),
+])
+def test_products_alone_with_weights_of_a_wave(
+    width: int, rows: int, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Gate and up with factors of eight adapters behind them fit into one wave, with those of 64 not."""
+    found, compiled = [], list[Tile]()
+    monkeypatch.setattr(wave_product, "count_sms", lambda _: 132)
+    monkeypatch.setattr(wave_product, "find_kernel", lambda tile, *_: compiled.append(tile))
+    monkeypatch.setattr(wave_product, "multiply", lambda x, weight, tile: found.append(tile) or x)
+    x, weight = (torch.empty(n, 4096, device="meta", dtype=torch.bfloat16) for n in (rows, width))
+    monkeypatch.setattr(wave_product, "can_describe", lambda *_, **__: True)
+    out = wave_product.linear(x, weight, None)
+    assert (out is not None) == is_chosen == bool(found)
+    assert wave_product.linear(x, weight, torch.empty(width, device="meta")) is None, "takes no bias"

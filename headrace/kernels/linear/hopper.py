@@ -276,7 +276,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     rows, num_weights = x.shape[0], weight.numel()
     takes_tiles = rows > gemv_rows(num_weights) and is_describable(x, weight)
     tile = choose_tile(rows, *weight.shape) if takes_tiles else None
-    return linear_pdl(x, weight, bias) if tile is None else multiply(x, weight, bias, tile)
+    if tile is None:
+        out = wave_product.linear(x, weight, bias)
+        return linear_pdl(x, weight, bias) if out is None else out
+    return multiply(x, weight, bias, tile)
 
 
 def linear_sums(

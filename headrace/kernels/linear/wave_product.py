@@ -119,6 +119,18 @@ def multiply(
 
 LEAST_ROWS = 129
 """Of a product with a large weight in half precision: the Gluon kernel takes fewer."""
+LEAST_WIDTH = 14336
+"""Rows of the weight, the fewest of those that `waves.estimate` was fitted to."""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """See `LINEAR`, such as of a weight that stacks gate and up with factors of adapters behind it; None where torch's
+    GEMM is as fast."""
+    if bias is not None or len(weight) < LEAST_WIDTH or not can_describe(x, weight, is_gated=False):
+        return None
+    prepare(x, weight, "", LEAST_ROWS)
+    tile = choose_tile(measure_size(x, weight, is_gated=False)) if len(x) >= LEAST_ROWS else None
+    return None if tile is None else multiply(x, weight, tile)
 
 
 def gated_linear(
