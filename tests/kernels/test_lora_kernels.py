@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -404,3 +405,46 @@ def test_factors_are_placed(device: str, solution: ModuleType, dtype: torch.dtyp
     for room, wanted in zip(rooms, expected, strict=True):
         assert torch.equal(room.cpu(), wanted)
     assert ranks.tolist() == [5, 16, 33, 0, 9, 9]
+
+
+class Recorder:
+    """In place of a kernel: keeps what it is compiled for."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *_, **constants: self.seen.add(tuple(sorted(constants.items())))
+
+
+@pytest.mark.parametrize(
+    "inputs, ends", [(4096, (4096, 5120, 6144)), (14336, (4096,)), (4096, (14336, 28672))], ids=str
+)
+def test_no_number_of_rows_needs_a_kernel_of_its_own(
+    inputs: int, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """A start runs a step of three tokens and the largest one: steps between them find their kernels compiled."""
+    names = ("_shrink_kernel", "_expand_kernel", "_expand_gated_kernel")
+    a = torch.empty(1, len(ends), 16, inputs, device="meta", dtype=torch.bfloat16)
+    b = torch.empty(1, 16, ends[-1], device="meta", dtype=torch.bfloat16)
+    ranks = torch.empty(1, len(ends), device="meta")
+    bank = LowRankBank(a, b, ranks, ends, make_tiles(ends, torch.device("meta")))
+
+    def run(count: int) -> dict[str, Recorder]:
+        recorders = {name: Recorder() for name in names}
+        for name, recorder in recorders.items():
+            monkeypatch.setattr(triton_solution, name, recorder)
+        layout = RowsLayout(count, 64)
+        rows = layout.view(torch.empty(layout.room, device="meta", dtype=torch.int64), [])
+        x = torch.empty(count, inputs, device="meta", dtype=torch.bfloat16)
+        out = torch.empty(count, ends[-1], device="meta", dtype=torch.bfloat16)
+        reduced = triton_solution.shrink(x, bank, rows)
+        triton_solution.expand(reduced, out, bank, rows)
+        if len(ends) == 2:
+            triton_solution.expand_gated(reduced, out, bank, rows, "silu")
+        return recorders
+
+    started = [run(count) for count in (3, 8192)]
+    for count in (1, 17, 63, 100, 257, 600, 1023, 1024, 1500, 2500, 4096, 7000):
+        for name, recorder in run(count).items():
+            assert recorder.seen <= started[0][name].seen | started[1][name].seen, (count, name)

@@ -49,8 +49,8 @@ PLACED_COLUMNS = 256
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-COUNTS = ["num_blocks", "num_places"]
-"""Not compiled for by value: the head has any number of rows, and a first of its kind would wait for a compilation."""
+COUNTS = ["num_blocks", "num_places", "steps", "splits"]
+"""Not compiled for by value: a step has any number of rows, and a first of its kind would wait for a compilation."""
 
 # Hazard: with dependent launch, what is read before `wait_for_previous` must not come from the kernel in front. Blocks,
 # order, ranks and additions are written when a step begins; several kernels lie between. Programs that end without
@@ -59,16 +59,16 @@ COUNTS = ["num_blocks", "num_places"]
 
 @triton.jit(do_not_specialize=COUNTS)
 def _shrink_kernel(
-    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, sums_ptr, x_stride, num_blocks, num_places, K: tl.constexpr,
+    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, sums_ptr, x_stride, num_blocks, num_places, steps, K: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     # a program multiplies a block of rows with RANKS of the P * R rows of ``a``, which may be those of several parts
     block, chunk, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
     first = tl.load(blocks_ptr + num_blocks + block)
     if (block == 0) | (slot >= 0):
-        m, r, k = tl.arange(0, M), chunk * RANKS + tl.arange(0, RANKS), split * (INPUTS * STEPS) + tl.arange(0, INPUTS)
+        m, r, k = tl.arange(0, M), chunk * RANKS + tl.arange(0, RANKS), split * INPUTS * steps + tl.arange(0, INPUTS)
         rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
         # of a part's R rows those up to the adapter's rank are there, rounded up to what expand reads
         rank = tl.load(ranks_ptr + slot * P + r // R, mask=(slot >= 0) & (r < P * R), other=0)
@@ -79,7 +79,7 @@ def _shrink_kernel(
             a_at = a_ptr + (slot * (P * R) + r)[None, :] * K + k[:, None]
             x_at = x_ptr + rows[:, None] * x_stride + k[None, :]
             sums = tl.zeros([M, RANKS], tl.float32)
-            for at in tl.range(0, INPUTS * STEPS, INPUTS, num_stages=STAGES):
+            for at in tl.range(0, INPUTS * steps, INPUTS, num_stages=STAGES):
                 inside = at + k < K
                 x = tl.load(x_at + at, mask=(m < count)[:, None] & inside[None, :], other=0.0)
                 a = tl.load(a_at + at, mask=inside[:, None] & is_there[None, :], other=0.0)
@@ -98,36 +98,36 @@ def _sums_at(sums_ptr, sums_stride, rows, places, slot, COLUMNS: tl.constexpr, D
 
 
 @triton.jit
-def _add_up(sums_at, has_row, split_stride, SPLITS: tl.constexpr, ROOM: tl.constexpr):
+def _add_up(sums_at, has_row, split_stride, splits, ROOM: tl.constexpr):
     """[M, RANKS] float32: the partial sums at ``sums_at`` [M, RANKS] and every ``split_stride`` values, in order, all
-    loaded at once."""
-    splits = tl.arange(0, ROOM)[:, None, None]
-    mask = (splits < SPLITS) & has_row[None, :, None]
-    sums = tl.load(sums_at[None, :, :] + splits * split_stride, mask=mask, other=0.0)
+    loaded at once; ``splits`` of ``ROOM`` at most."""
+    split = tl.arange(0, ROOM)[:, None, None]
+    mask = (split < splits) & has_row[None, :, None]
+    sums = tl.load(sums_at[None, :, :] + split * split_stride, mask=mask, other=0.0)
     return tl.sum(sums.to(tl.float32), axis=0)
 
 
 @triton.jit
 def _expand_part(
-    sums_at, b_at, b, rank, has_row, own, split_stride, N: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
+    sums_at, b_at, b, rank, has_row, own, split_stride, splits, N: tl.constexpr, RANKS: tl.constexpr,
     ROOM: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """What a block [M, OUTPUTS] gets, float32: the sums of shrink at ``sums_at`` [M, RANKS] and beyond, times ``b``
     [RANKS, OUTPUTS] and what follows at ``b_at``. ``has_row`` [M], ``own`` [OUTPUTS]: which there are."""
-    reduced = _add_up(sums_at, has_row, split_stride, SPLITS, ROOM).to(b.dtype)
+    reduced = _add_up(sums_at, has_row, split_stride, splits, ROOM).to(b.dtype)
     added = tl.dot(reduced, b, input_precision=PRECISION)
     for first_rank in range(RANKS, rank, RANKS):
-        reduced = _add_up(sums_at + first_rank, has_row, split_stride, SPLITS, ROOM).to(b.dtype)
+        reduced = _add_up(sums_at + first_rank, has_row, split_stride, splits, ROOM).to(b.dtype)
         more = tl.load(b_at + first_rank * N, mask=own[None, :], other=0.0)
         added = tl.dot(reduced, more, added, input_precision=PRECISION)
     return added
 
 
-@triton.jit(do_not_specialize=COUNTS[:1])
+@triton.jit(do_not_specialize=COUNTS)
 def _expand_kernel(
     sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, tiles_ptr, out_ptr, out_stride, num_blocks, split_stride,
-    sums_stride, num_tiles, N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr,
-    OUTPUTS: tl.constexpr, ALIGN: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, DENSE: tl.constexpr,
+    splits, sums_stride, num_tiles, N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
+    RANKS: tl.constexpr, OUTPUTS: tl.constexpr, ALIGN: tl.constexpr, ROOM: tl.constexpr, DENSE: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     # outputs begin and end at multiples of ALIGN: only then does a thread read several at a time
@@ -149,17 +149,16 @@ def _expand_kernel(
             before = tl.load(own, mask=own_mask, other=0.0)
             sums_at = _sums_at(sums_ptr, sums_stride, rows, first + m, slot, P * R, DENSE) + part * R + r[None, :]
             added = _expand_part(
-                sums_at, b_at, b, rank, m < count, n < end, split_stride, N, RANKS, SPLITS, ROOM, PRECISION
+                sums_at, b_at, b, rank, m < count, n < end, split_stride, splits, N, RANKS, ROOM, PRECISION
             )
             tl.store(own, (before.to(tl.float32) + added).to(before.dtype), mask=own_mask)
 
 
-@triton.jit(do_not_specialize=COUNTS[:1])
+@triton.jit(do_not_specialize=COUNTS)
 def _expand_gated_kernel(
     sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, x_ptr, out_ptr, x_stride, num_blocks, split_stride,
-    sums_stride, F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
-    GATE: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    splits, sums_stride, F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
+    GATE: tl.constexpr, ROOM: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     # gate is part 0 and up part 1 of x [T, 2F]; rows without an adapter are activated, too
     block, begin = tl.program_id(1), tl.program_id(2) * M  # M rows of a block, which may have more
@@ -182,12 +181,12 @@ def _expand_gated_kernel(
         sums_at = _sums_at(sums_ptr, sums_stride, rows, first + m, slot, 2 * R, DENSE) + r[None, :]
         if gate_rank > 0:
             gate += _expand_part(
-                sums_at, b_at, gate_b, gate_rank, m < count, inside, split_stride, 2 * F, RANKS, SPLITS, ROOM,
+                sums_at, b_at, gate_b, gate_rank, m < count, inside, split_stride, splits, 2 * F, RANKS, ROOM,
                 PRECISION
             )
         if up_rank > 0:
             up += _expand_part(
-                sums_at + R, b_at + F, up_b, up_rank, m < count, inside, split_stride, 2 * F, RANKS, SPLITS, ROOM,
+                sums_at + R, b_at + F, up_b, up_rank, m < count, inside, split_stride, splits, 2 * F, RANKS, ROOM,
                 PRECISION
             )
         dtype = x_ptr.dtype.element_ty
@@ -196,12 +195,12 @@ def _expand_gated_kernel(
         tl.store(out_ptr + rows[:, None] * F + n[None, :], gated.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=COUNTS[:1])
+@triton.jit(do_not_specialize=COUNTS)
 def _expand_add_norm_kernel(
     sums_ptr, x_ptr, residual_ptr, weight_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, out_ptr, x_stride,
-    partial_stride, residual_stride, split_stride, sums_stride, num_blocks, eps, offset, D: tl.constexpr,
+    partial_stride, residual_stride, split_stride, splits, sums_stride, num_blocks, eps, offset, D: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr,
-    SPLITS: tl.constexpr, DENSE: tl.constexpr, PDL: tl.constexpr,
+    DENSE: tl.constexpr, PDL: tl.constexpr,
 ):
     # A program has M rows of a block, whole, as in `rowwise.triton._add_rms_norm_kernel`.
     block, begin = tl.program_id(0), tl.program_id(1) * M
@@ -227,7 +226,7 @@ def _expand_add_norm_kernel(
             for r in tl.static_range(RANKS):
                 b = tl.load(b_at + (first_rank + r) * D, mask=inside, other=0.0)
                 reduced = tl.zeros([M, 1], tl.float32)
-                for split in tl.static_range(SPLITS):
+                for split in range(splits):
                     at = sums_at + split * split_stride + first_rank + r
                     reduced += tl.load(at, mask=(m < count)[:, None], other=0.0).to(tl.float32)
                 x += reduced.to(b.dtype).to(tl.float32) * b.to(tl.float32)[None, :]
@@ -245,9 +244,11 @@ def _options(bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> dict[str, Any]:
     return {"M": rows.block_rows, "RANKS": RANK_CHUNK, "PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
 
 
-def _splits(reduced: Reduced) -> dict[str, int]:
-    splits = len(reduced.sums)
-    return {"SPLITS": splits, "ROOM": next_power_of_2(splits), "DENSE": reduced.is_dense}
+def _room(reduced: Reduced) -> dict[str, int]:
+    """For partial sums: one, or the most, as the number of rows decides how many there are."""
+    assert len(reduced.sums) <= MOST_SPLITS, f"{len(reduced.sums)} partial sums"
+    is_whole = reduced.is_dense and len(reduced.sums) == 1
+    return {"ROOM": 1 if is_whole else MOST_SPLITS, "DENSE": reduced.is_dense}
 
 
 def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> Reduced:
@@ -261,7 +262,8 @@ def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = Fa
         return _shrink(x, bank, rows, pdl=False)
 
 
-def _join(rows: SlotRows, device: torch.device) -> None:
+def join(rows: SlotRows, device: torch.device) -> None:
+    """Let the current stream wait for what `shrink` began beside it."""
     if rows.is_forked and rows.side is not None:
         torch.cuda.current_stream(device).wait_stream(rows.side)
         rows.is_forked = False
@@ -280,22 +282,22 @@ def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) ->
     x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
     options = _options(bank, rows, pdl=pdl) | {"RANKS": ranks}
     _shrink_kernel[(num_blocks, chunks, splits)](
-        x, bank.a, bank.ranks, rows.order, rows.blocks, sums, x.stride(0), num_blocks, rows.num_rows, K=num_inputs,
-        P=num_parts, R=most_ranks, INPUTS=inputs, STEPS=steps, STAGES=min(stages, max(steps, 1)), num_warps=4,
-        **options,
+        x, bank.a, bank.ranks, rows.order, rows.blocks, sums, x.stride(0), num_blocks, rows.num_rows, steps,
+        K=num_inputs, P=num_parts, R=most_ranks, INPUTS=inputs, num_warps=4,
+        STAGES=min(stages, ceil_div(num_inputs, inputs * MOST_SPLITS)), **options,
     )
     return Reduced(sums)
 
 
 def expand(reduced: Reduced, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> None:
     """See `EXPAND`."""
-    _join(rows, out.device)
+    join(rows, out.device)
     num_blocks, num_tiles = rows.blocks.shape[1], bank.tiles.shape[1]
     sums = reduced.sums
     _expand_kernel[(num_tiles, num_blocks)](
         sums, bank.b, bank.ranks, rows.order, rows.blocks, bank.tiles, out, out.stride(0), num_blocks, sums.stride(0),
-        sums.stride(1), num_tiles, N=bank.b.shape[2], P=len(bank.ends), R=bank.b.shape[1], OUTPUTS=TILE_OUTPUTS,
-        **_splits(reduced),
+        len(sums), sums.stride(1), num_tiles, N=bank.b.shape[2], P=len(bank.ends), R=bank.b.shape[1],
+        OUTPUTS=TILE_OUTPUTS, **_room(reduced),
         ALIGN=gcd(TILE_OUTPUTS, *bank.ends), num_warps=WARPS[rows.block_rows], **_options(bank, rows, pdl=pdl),
     )
 
@@ -304,14 +306,14 @@ def expand_gated(
     reduced: Reduced, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str, *, pdl: bool = False
 ) -> torch.Tensor:
     """See `EXPAND_GATED`."""
-    _join(rows, x.device)
+    join(rows, x.device)
     size, num_blocks, sums = x.shape[1] // 2, rows.blocks.shape[1], reduced.sums
     out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
     options = _options(bank, rows, pdl=pdl) | {"M": GATED_ROWS}
     _expand_gated_kernel[(ceil_div(size, GATED_TILE), num_blocks, rows.block_rows // GATED_ROWS)](
         sums, bank.b, bank.ranks, rows.order, rows.blocks, x, out, x.stride(0), num_blocks, sums.stride(0),
-        sums.stride(1), F=size, R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation],
-        num_warps=WARPS[GATED_ROWS], **_splits(reduced), **options,
+        len(sums), sums.stride(1), F=size, R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation],
+        num_warps=WARPS[GATED_ROWS], **_room(reduced), **options,
     )
     return out
 
@@ -321,14 +323,14 @@ def expand_add_norm(
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `EXPAND_ADD_NORM`; writes the new residual in place."""
-    _join(rows, x.device)
+    join(rows, x.device)
     (count, width), sums, num_blocks = residual.shape, reduced.sums, rows.blocks.shape[1]
     out = torch.empty((count, width), dtype=residual.dtype, device=x.device)
     block, m = next_power_of_2(width), norm_rows(count)
     _expand_add_norm_kernel[(num_blocks, ceil_div(min(rows.block_rows, count), m))](
         sums, x, residual, norm.weight, bank.b, bank.ranks, rows.order, rows.blocks, out, x.stride(-2), x.stride(0),
-        residual.stride(0), sums.stride(0), sums.stride(1), num_blocks, norm.eps, norm.offset, D=width, BLOCK=block,
-        PARTIALS=1 if x.dim() == 2 else len(x), R=bank.b.shape[1], M=m, RANKS=RANK_CHUNK, SPLITS=len(sums),
+        residual.stride(0), sums.stride(0), len(sums), sums.stride(1), num_blocks, norm.eps, norm.offset, D=width,
+        BLOCK=block, PARTIALS=1 if x.dim() == 2 else len(x), R=bank.b.shape[1], M=m, RANKS=RANK_CHUNK,
         DENSE=reduced.is_dense, PDL=pdl, num_warps=min(16, max(1, block // 256)), launch_pdl=pdl,
     )
     return out, residual
