@@ -223,6 +223,12 @@ for _operation, _name in (
         "triton_pdl", f"headrace.kernels.lora.triton:{_name}_pdl",
         supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
     )
+    if _operation is not SHRINK:
+        _operation.add(
+            "cuda", f"headrace.kernels.lora.additions:{_name}",
+            supports=lambda query: _in_bfloat16(query) or _reason_against(query), priority=20,
+            doc="own CUDA C++ for Hopper",
+        )
 LINEAR_SHRINK.add("reference", "headrace.kernels.lora.reference:linear_shrink", doc="torch, one behind the other")
 _in_half = requires(device="cuda", dtypes=("float16", "bfloat16"))
 LINEAR_SHRINK.add("triton", "headrace.kernels.lora.gemv:linear_shrink", supports=_in_half, priority=10, doc="a GEMV")
