@@ -36,13 +36,13 @@ def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "store_fastest", lambda _: None)
 
 
-def load(folder: Path, *, load_format: str = "dummy", lends: bool = False) -> LoadedModel:
+def load(folder: Path, *, load_format: str = "dummy", lends: bool = False, device: str = "cpu") -> LoadedModel:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     options = engine_config(
-        model=str(folder), load_format=load_format, device="cpu", dtype="float32", enable_lora=True, max_loras=SLOTS,
-        max_lora_rank=RANK,
+        model=str(folder), load_format=load_format, device=device, dtype="float32" if device == "cpu" else "bfloat16",
+        enable_lora=True, max_loras=SLOTS, max_lora_rank=RANK,
     )
-    return load_model(options, torch.device("cpu"), lambda *_: None, fill=sketch.lend_weights if lends else None)
+    return load_model(options, torch.device(device), lambda *_: None, fill=sketch.lend_weights if lends else None)
 
 
 def list_banks(loaded: LoadedModel) -> dict[str, LinearBank]:
@@ -77,3 +77,9 @@ def test_a_sketch_has_them_there_too(tmp_path: Path) -> None:
     banks = list_banks(loaded).values()
     assert all(bank.tensors.extended is not None for bank in banks)
     assert len({bank.a.untyped_storage().data_ptr() for bank in banks}) == 4
+
+
+@pytest.mark.cuda
+def test_gpus_have_them_there(tmp_path: Path) -> None:
+    banks = list_banks(load(tmp_path, device="cuda")).values()
+    assert len(banks) == 3 * 4 and all(bank.tensors.extended is not None for bank in banks)

@@ -14,7 +14,7 @@ from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.forms import CodedWeight, Plan
 from headrace.kernels.cuda_source import MOST_BYTES
-from headrace.kernels.linear import GATED_LINEAR, wave_product
+from headrace.kernels.linear import GATED_LINEAR, LINEAR, wave_product
 from headrace.kernels.linear.wave_product import Scales
 from headrace.kernels.linear.waves import (
     MOST_ROWS,
@@ -104,6 +104,21 @@ def test_all_rows():
 def test_large_weight(rows: int, dtype: torch.dtype):
     for tile in find_tiles(Size(rows, 28672, 4096 * dtype.itemsize, True)):
         compare((rows, 28672, 4096), tile, dtype, "silu")
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("_on_hopper")
+@pytest.mark.parametrize("rows", [129, 200, 256])
+def test_large_weight_without_an_activation(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Gate and up with factors of eight adapters behind them."""
+    multiply, tiles = wave_product.multiply, list[Tile]()
+    monkeypatch.setattr(wave_product, "multiply", lambda x, w, tile: tiles.append(tile) or multiply(x, w, tile))
+    x, weight = draw(rows, 4096, torch.bfloat16), torch.randn(28928, 4096, device="cuda").bfloat16() / 64
+    out = LINEAR.choose(KernelQuery("cuda", "bfloat16", (9, 0), {"in_features": 4096, "out_features": 28672}))(
+        x, weight, None
+    )
+    assert len(tiles) == (rows > 192)
+    assert relative_error(out, x.double() @ weight.double().T) < TOLERANCES[torch.bfloat16]
 
 
 SIZES = st.builds(
