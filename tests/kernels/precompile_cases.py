@@ -185,6 +185,28 @@ def test_any_number_of_decodes_takes_kernels_that_the_start_compiles(
         precompile_module._is_dry.reset(token)
 
 
+def test_tables_of_any_width_take_kernels_that_the_start_compiles(gpu: PretendedDriver):
+    """Steps with prefill have as many pages as their longest request, and those of a cache group may begin anywhere."""
+    from headrace.kernels.latents.decodes import decode_state_pdl, decode_windows_pdl, list_entries_pdl
+
+    def run(requests: int, pages: int, width: int, at: int, count: int) -> None:
+        table = torch.zeros(at + requests * width, dtype=torch.int32)[at:].view(requests, width)[:, :pages]
+        kv_lens = torch.ones(requests, dtype=torch.int32)
+        list_entries_pdl(table, count=count, per_page=64)
+        decode_windows_pdl(table, kv_lens, window=128, per_page=64)
+        decode_state_pdl(table, kv_lens, ratio=4, block=4, ring=8, per_page=64)
+
+    assert precompile(lambda: run(1, 1, 2, 0, 0), "tables", CUDA) == 3, "a request of three tokens has no entries"
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    try:
+        for requests, pages, width, at, count in ((1, 1, 1, 0, 1), (16, 16, 16, 1, 32), (33, 9, 35, 3, 512)):
+            run(requests, pages, width, at, count)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled and len(gpu.launchers) == 3
+
+
 def test_plans_of_chunks_are_compiled_with_and_without_splits(gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch):
     """A step of the start is as short as can be: whether keys are divided depends on lengths that come later."""
     from headrace.kernels.attention import hopper

@@ -17,6 +17,11 @@ REQUESTS = 64
 """Requests of a program of the kernels that write a number for each."""
 LISTED = 1024
 """Slots of a program that lists them."""
+GROWING: dict[str, list[str]] = {
+    "do_not_specialize": ["count", "table_width", "pages"], "do_not_specialize_on_alignment": ["table_ptr"],
+}
+"""Parameters that vary with requests, their lengths and cache groups: one compilation for all of their values, so that
+the start's is that of any step."""
 
 
 @triton.jit
@@ -26,7 +31,10 @@ def _find_slot(table_ptr, request, number, table_width, pages, is_there, S: tl.c
     return tl.load(table_ptr + request * table_width + page, mask=is_there, other=0).to(tl.int64) * S + number % S
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=GROWING["do_not_specialize"][1:],
+    do_not_specialize_on_alignment=GROWING["do_not_specialize_on_alignment"],
+)
 def _windows_kernel(
     table_ptr, kv_lens_ptr, numbers_ptr, counts_ptr, table_width, pages, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     S: tl.constexpr, PDL: tl.constexpr,
@@ -79,7 +87,7 @@ def decode_entries(kv_lens: torch.Tensor, *, ratio: int, pdl: bool = False) -> t
     return requests, visible
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(**GROWING)
 def _state_kernel(
     table_ptr, kv_lens_ptr, requests_ptr, windows_ptr, rows_ptr, count, table_width, pages, RATIO: tl.constexpr,
     TOKENS: tl.constexpr, RING: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +121,7 @@ def decode_state(
     return requests, windows, rows
 
 
-@triton.jit(do_not_specialize=["count"])  # it grows with the longest context
+@triton.jit(**GROWING)
 def _list_kernel(
     table_ptr, slots_ptr, count, table_width, pages, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -129,8 +137,8 @@ def list_entries(page_table: torch.Tensor, *, count: int, per_page: int, pdl: bo
     requests, pages = page_table.shape
     slots = torch.empty((requests, count), dtype=torch.int64, device=page_table.device)
     assert page_table.stride(1) == 1
-    if slots.numel():
-        _list_kernel[(ceil_div(count, LISTED), requests)](
+    if requests:  # also without entries: the shortest request of a start has none
+        _list_kernel[(max(1, ceil_div(count, LISTED)), requests)](
             page_table, slots, count, page_table.stride(0), pages, S=per_page, BLOCK=LISTED, PDL=pdl, num_warps=4,
             launch_pdl=pdl,
         )
