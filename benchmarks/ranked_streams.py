@@ -1,5 +1,5 @@
 """Hyper-connections of few tokens at DeepSeek-V4-Flash's width, alone and behind a product, on one GPU and with a sum
-over ranks: ``python -m benchmarks.ranked_streams [--ranks 2] [--tokens 1 8 64]``.
+over ranks: ``python -m benchmarks.ranked_streams [--ranks 2] [--tokens 1 8 9 64]``.
 
 Microseconds of one call in captured chains over weights that the L2 does not hold; of several ranks, a process each,
 the slowest one's median. "product, streams" has a product of FP8 rows, 4,096 x 4,096, in front of each, which reads
@@ -24,7 +24,7 @@ from benchmarks.collectives import ANY, measure
 from benchmarks.quantized_gpu import FORMS
 from headrace.kernels.coded_linear import fp8_rows
 from headrace.kernels.collective.push import Room
-from headrace.kernels.streams import Pending, StreamMix, StreamShape, few
+from headrace.kernels.streams import Pending, StreamMix, StreamShape, cuda, groups
 from headrace.parallel.group import Rendezvous, find_store, join_group, serve_rendezvous
 from headrace.parallel.push import open_push_group
 
@@ -56,7 +56,16 @@ class Chains:
         """The next sublayer's input."""
         lent = self.push.lend_sum(out.nbytes, BF16) if is_summed else None
         pending = Pending(out, self.post, self.mixing)
-        return few.pass_streams(self.streams, pending, self.mixes[layer], self.norm, SHAPE, lent)[1]
+        found = cuda.write_read_streams(self.streams, pending, self.mixes[layer], self.norm, SHAPE, ranks=lent)
+        if found is None:
+            raise RuntimeError(f"{len(self.x)} tokens are not added up in the kernel of streams")
+        return found[1]
+
+    def pass_groups(self, layer: int, out: torch.Tensor, *, is_summed: bool = False) -> torch.Tensor:
+        """The same by the kernel of more tokens."""
+        lent = self.push.lend_sum(out.nbytes, BF16) if is_summed else None
+        pending = Pending(out, self.post, self.mixing)
+        return groups.pass_streams(self.streams, pending, self.mixes[layer], self.norm, SHAPE, lent)[1]
 
     def multiply(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         return fp8_rows.launch(x, self.weights[layer % PRODUCTS], None, torch.empty_like(self.out))
@@ -83,6 +92,7 @@ class Chains:
         if self.push is not None:
             calls |= {"streams with sum": partial(alone, summed), "sum, streams": partial(alone, self.sum_apart)}
         if len(self.x) <= MOST_PRODUCT_ROWS:
+            calls["in groups"] = partial(alone, partial(self.pass_groups, is_summed=self.push is not None))
             calls["product"] = partial(self.run_pairs, lambda _, out: out)
             calls["product, streams"] = partial(self.run_pairs, self.pass_streams)
             if self.push is not None:
@@ -136,7 +146,7 @@ def run_rank(rank: int, size: int, meeting: Rendezvous, options: argparse.Namesp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 9, 33, 64])
     parser.add_argument("--port", type=int, default=29617)
     options = parser.parse_args()
     if options.ranks == 1:

@@ -112,17 +112,19 @@ def test_sums_of_two_parts_have_the_bits_of_one(size, limits, make_ranks):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("size", [2, 3])
-def test_streams_add_up_over_ranks_in_the_same_kernel(size, make_ranks, monkeypatch):
+def test_streams_add_up_over_ranks_in_the_same_kernel(size, make_ranks):
     """The bits of a sum before it; between other collectives, and where some rank takes two kernels."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("compiled for Hopper")
-    from headrace.kernels.streams import Pending, StreamMix, StreamShape, few
+    from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, groups
 
-    choose_tile, shape, ranks = few.choose_tile, StreamShape(20, 1e-6, 1e-6), make_ranks(size)
-    cases = [(1, 4096, 1, True), (1, 4096, 1, False), (5, 4096, 8, True), (3, 1024, 4, False), (2, 512, 1, True)]
-    for turn, (count, width, tile, has_more) in enumerate(cases * 3):
-        # few clusters: those of all ranks run at once on one GPU
-        monkeypatch.setattr(few, "choose_tile", lambda num_tokens, tile=tile: tile)
+    shape, ranks = StreamShape(20, 1e-6, 1e-6), make_ranks(size)
+    # few clusters and groups: those of all ranks run at once on one GPU
+    cases = [
+        (few, 1, 4096, True), (few, 1, 4096, False), (groups, 9, 4096, True), (groups, 33, 1024, False),
+        (few, 2, 512, True), (groups, 2, 4096, True), (groups, 64, 512, True),
+    ]
+    for turn, (own_kernel, count, width, has_more) in enumerate(cases * 3):
         streams = draw((count, 4, width), torch.bfloat16, turn)
         parts, more = (
             [draw((count, width), torch.bfloat16, 100 * i + 10 * turn + rank) for rank in range(size)] for i in (1, 2)
@@ -134,15 +136,18 @@ def test_streams_add_up_over_ranks_in_the_same_kernel(size, make_ranks, monkeypa
         )
         norm, num_bytes = draw(width, torch.bfloat16, 8), parts[0].nbytes
         whole = Pending(reference.all_reduce(own), post, mixing)
-        expected = few.pass_streams(streams, whole, mix, norm, shape)
+        expected = own_kernel.pass_streams(streams, whole, mix, norm, shape)
 
-        def run(collectives, rank, pending, turn=turn, own=own, rest=(streams, mix, norm, shape), num_bytes=num_bytes):
+        def run(
+            collectives, rank, pending, turn=turn, own=own, rest=(streams, mix, norm, shape), num_bytes=num_bytes,
+            own_kernel=own_kernel
+        ):
             if turn % 3 == 2 and rank == size - 1:  # whose kernel does not compile, say
                 total = collectives.all_reduce(own[rank])
-                return few.pass_streams(rest[0], pending[rank]._replace(out=total, more=None), *rest[1:])
+                return own_kernel.pass_streams(rest[0], pending[rank]._replace(out=total, more=None), *rest[1:])
             lent = collectives.lend_sum(num_bytes, torch.bfloat16)
-            assert lent is not None and few.can_sum(rest[0], pending[rank], lent)
-            return few.pass_streams(rest[0], pending[rank], *rest[1:], lent)
+            assert lent is not None and own_kernel.can_sum(rest[0], pending[rank], lent)
+            return own_kernel.pass_streams(rest[0], pending[rank], *rest[1:], lent)
 
         # A kernel's first launch waits for the device, and with it for ranks that wait for this one: a first rank has
         # each of them.
@@ -155,8 +160,10 @@ def test_streams_add_up_over_ranks_in_the_same_kernel(size, make_ranks, monkeypa
             other = [draw(4096, torch.float16, turn + rank) for rank in range(size)]
             same(ranks.run(lambda c, rank, other=other: c.all_reduce(other[rank])), reference.all_reduce(other), ranks)
     lent, apart = ranks.ranks[0].lend_sum(64, torch.bfloat16), draw((2, 1024), torch.bfloat16, 1)[:, :512]
-    assert not few.can_sum(draw((2, 4, 512), torch.bfloat16, 1), Pending(apart, post, mixing), lent), "rows are apart"
-    assert choose_tile(1) == 1 and ranks.ranks[0].lend_sum(8 << 20, torch.bfloat16) is None, "too large"
+    for own_kernel in (few, groups):
+        streams = draw((2, 4, 512), torch.bfloat16, 1)
+        assert not own_kernel.can_sum(streams, Pending(apart, post, mixing), lent), "rows are apart"
+    assert ranks.ranks[0].lend_sum(8 << 20, torch.bfloat16) is None, "too large"
     assert make_ranks(size, TWO_STEPS).ranks[0].lend_sum(64, torch.bfloat16) is None
 
 

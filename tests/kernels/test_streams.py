@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import count
 from typing import Any
 
 import pytest
@@ -151,10 +153,10 @@ def test_writing_and_reading_at_once(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_tokens", [1, 13, 64, 300, 1100])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 13, 33, 64, 300, 1100])
 def test_own_cuda_code_finishes_reads(num_tokens: int):
     """Of the published widths, as the reference in float64 does; of few tokens by one kernel and by two."""
-    from headrace.kernels.streams import cuda, few
+    from headrace.kernels.streams import cuda, few, groups
 
     for width in (4096, 7168):
         streams, mix, norm = put("cuda", *make(num_tokens, 4, width, torch.bfloat16))
@@ -173,16 +175,94 @@ def test_own_cuda_code_finishes_reads(num_tokens: int):
         tile = cuda.choose_tile(num_tokens, width)
         assert cuda.find_kernels(width, tile, streams.device, writes=True) is not None
         assert few.can_run(streams) == (num_tokens <= few.MOST_TOKENS)
+        assert groups.can_run(streams, pending) == (num_tokens <= groups.MOST_TOKENS)
         by_two = cuda.write_read_streams(streams, pending, mix, norm, shape, tile=tile)
         assert all(relative_error(one, other) < 5e-3 for one, other in zip(by_two, expected, strict=True))
 
 
-def test_few_tokens_are_divided_among_clusters():
-    from headrace.kernels.streams import few
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [512, 4096])
+def test_groups_exchange_sums_anew_in_each_call(width: int):
+    """Calls of more and of fewer groups in turn, also in a graph and on several streams, have the bits of each alone,
+    and rows beyond a call's tokens are left alone. Streams that cancel are normalised, too."""
+    from headrace.kernels.streams import groups
 
-    tiles = {count: few.choose_tile(count) for count in range(1, few.MOST_TOKENS + 1)}
-    assert all(tile in few.TILES and count <= tile * few.CLUSTERS for count, tile in tiles.items())
-    assert tiles[1] == tiles[8] == 1 and tiles[64] == 8 and all(few.TILES[tile] <= tile for tile in tiles.values())
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("compiled for Hopper")
+    shape, cases = StreamShape(20, EPS, EPS), []
+    for turn, tokens in enumerate([33, 1, 16, 64, 2, 17, 8, 7, 48]):
+        streams, mix, norm = put("cuda", *make(tokens, 4, width, torch.bfloat16))
+        if turn == 2:
+            streams[:, 1::2] = -streams[:, ::2]
+        exact = read_exactly(*put("cpu", streams, mix, norm), 20)
+        pending = Pending(torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16), *(
+            torch.rand(tokens, *rest, device="cuda") for rest in ((4,), (4, 4))
+        ))
+        assert groups.can_run(streams, pending)
+        cases.append((streams, pending, mix, norm, exact))
+
+    def call_all() -> list[Any]:
+        return [
+            (
+                groups.pass_streams(streams, None, mix, norm, shape),
+                groups.pass_streams(streams, pending, mix, norm, shape),
+            )
+            for streams, pending, mix, norm, _ in cases
+        ]
+
+    first = call_all()
+    for (read, written), (streams, pending, mix, norm, exact) in zip(first, cases, strict=True):
+        assert read[0] is streams and relative_error(read[1].cpu(), exact[0]) < 5e-3
+        assert all(relative_error(own.cpu(), wanted) < 1e-4 for own, wanted in zip(read[2:], exact[1:], strict=True))
+        expected = reference.write_read_streams(streams, pending, mix, norm, shape)
+        assert all(relative_error(one, other) < 5e-3 for one, other in zip(written, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call_all()
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(aside):
+        beside = call_all()
+    if width > 512:  # blocks of two such calls need not all run at once
+        torch.cuda.synchronize()
+    again = call_all()
+    torch.cuda.synchronize()
+    for results in (captured, beside, again):
+        for one, other in zip(results, first, strict=True):
+            for own, wanted in zip(one, other, strict=True):
+                assert all(map(torch.equal, own, wanted))
+
+
+def test_groups_are_divided_among_blocks_that_run_at_once():
+    from headrace.kernels.streams import groups
+
+    assert [groups.choose_warps(width, 132) for width in (512, 4096, 7168)] == [4, 4, 7]
+    assert groups.choose_warps(4096, 114) is None, "not all blocks run at once"
+    assert groups.choose_warps(4096 + 32, 132) is None, "no whole blocks"
+    # beside 168 registers a thread, two blocks of which fit
+    assert groups.count_shared_bytes(4) <= 48 << 10 and groups.count_shared_bytes(7) <= 100 << 10
+
+
+def test_each_stream_of_a_device_has_a_place_to_exchange_sums(monkeypatch):
+    pytest.importorskip("triton")
+    from headrace.kernels.streams import groups
+
+    monkeypatch.setattr(groups, "_slots", {})
+    monkeypatch.setattr(groups, "_numbers", defaultdict(count))
+    now = [0]
+    monkeypatch.setattr(groups, "current_stream", lambda index: now[0])
+    found = {}
+    for turn in range(2):
+        for now[0] in range(groups.SLOTS + 2):
+            for index in (0, 1):
+                found[turn, index, now[0]] = groups.find_slot(torch.device("cuda", index))
+    expected = [*range(groups.SLOTS), None, None]
+    for turn in range(2):
+        for index in (0, 1):
+            assert [found[turn, index, stream] for stream in range(groups.SLOTS + 2)] == expected
 
 
 def test_a_token_has_room_beside_a_product():
@@ -194,12 +274,11 @@ def test_a_token_has_room_beside_a_product():
     from headrace.kernels.streams import few
 
     static_bytes, width = 4096, 4096
-    own = few.count_shared_bytes(width, 1) + static_bytes + RESERVED_BYTES
+    own = few.count_shared_bytes(width) + static_bytes + RESERVED_BYTES
     for outputs, inputs in ((4096, 4096), (4096, 1024), (4096, 8192), (1536, 4096)):
         shape = fp8_rows.choose_shape(outputs // fp8_rows.TILE, inputs, 1)
         product = fp8_rows.keep_apart(fp8_rows.count_shared_bytes(1, inputs, shape, has_norm=False)) + RESERVED_BYTES
         assert product + own <= SM_BYTES
-    assert few.count_shared_bytes(width, 8) == 4 * 96 * width // few.CLUSTER and few.count_held(8) == 0
 
 
 @pytest.mark.cuda

@@ -174,14 +174,17 @@ __device__ uint4 add_two(uint4 one, uint4 other) {
 }
 
 // The sum in one step of vector number `vector` of a tensor of `vectors`, in call `number` of the sums: sends this rank's
-// part, waits for those of all peers and clears them. Bit for bit, and in the same places, what collective.cu does.
+// part, waits for those of all peers and clears them. Bit for bit, and in the same places, what collective.cu does. A
+// thread that has several vectors sends all, by calls that do not collect, before it collects each.
+template <bool SENDS = true, bool COLLECTS = true>
 __device__ uint4 sum_vector(
     const Ranks &call, uint32 number, uint64 vectors, uint64 vector, uint4 own, Patience &patience) {
   const int me = call.rank;
   const uint64 start = CONTROL_BYTES + number % 2 * call.sum_bytes + 16 * vector;
 #pragma unroll
   for (int r = 0; r < WORLD; ++r)
-    if (r != me) put(call.mailboxes[r] + start + slot_of(me, r) * 16 * vectors, without_zero(own));
+    if (SENDS && r != me) put(call.mailboxes[r] + start + slot_of(me, r) * 16 * vectors, without_zero(own));
+  if (!COLLECTS) return own;
   char *from = call.mailboxes[me] + start;
   uint4 parts[WORLD];
   bool waits = true;

@@ -14,7 +14,7 @@ import torch
 from headrace.kernels.collective import LentSum
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, triton
+from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, groups, triton
 
 WORKERS, ROW, VECTOR, TOKENS, COLUMNS = 256, 32, 8, 16, 32
 """As in the source: threads that sum streams (32 more make the weights), floats of a row of sums, values that a thread
@@ -85,6 +85,8 @@ def read_streams(
     """See `READ_STREAMS`; the last dim of streams is contiguous."""
     if tile is None and few.can_run(streams):
         return few.pass_streams(streams, None, mix, norm, shape)[1:]
+    if tile is None and groups.can_run(streams):
+        return groups.pass_streams(streams, None, mix, norm, shape)[1:]
     tile = tile or choose_tile(len(streams), streams.shape[2])
     kernels = find_kernels(streams.shape[2], tile, streams.device, writes=False)
     if kernels is None or not len(streams):
@@ -100,11 +102,16 @@ def write_read_streams(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """See `WRITE_READ_STREAMS`; the last dims of streams and of what is pending are contiguous."""
     if ranks is not None:
-        if not few.can_sum(streams, pending, ranks):
-            return None
-        return few.pass_streams(streams, pending, mix, norm, shape, None if ranks.is_muted else ranks)
+        heard = None if ranks.is_muted else ranks
+        if few.can_sum(streams, pending, ranks):
+            return few.pass_streams(streams, pending, mix, norm, shape, heard)
+        if groups.can_sum(streams, pending, ranks):
+            return groups.pass_streams(streams, pending, mix, norm, shape, heard)
+        return None
     if tile is None and few.can_run(streams):
         return few.pass_streams(streams, pending, mix, norm, shape)
+    if tile is None and groups.can_run(streams, pending):
+        return groups.pass_streams(streams, pending, mix, norm, shape)
     tile = tile or choose_tile(len(streams), streams.shape[2])
     kernels = find_kernels(streams.shape[2], tile, streams.device, writes=True)
     if kernels is None or not len(streams):
