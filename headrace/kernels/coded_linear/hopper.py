@@ -244,13 +244,22 @@ def _product_kernel(
     acc = gl.zeros([WIDE, ROWS], gl.float32, mma)
     zeros = gl.zeros([WIDE, ROWS], gl.float32, mma)
     group0, x_group0 = k0 // _DEPTH, x0 // _DEPTH
+    # scales in FP8 are asked for a step ahead, as those of x are elsewhere for each: a trip to the L2 takes a step
+    if X_GROUPS:
+        next_x_scale = gl.load(x_scales_ptr + x_group0 * M + m, mask=is_row & (steps > 0), other=0.0)
+    if W_GROUPS:
+        next_scale = gl.load(scale_at + group0, mask=is_output & (steps > 0), other=0.0)
     for step in range(steps):
         at = step % STAGES
-        # scales are asked for before the tile is waited for
+        has_next = step + 1 < steps
         if X_GROUPS:
-            x_scale = gl.load(x_scales_ptr + (x_group0 + step) * M + m, mask=is_row, other=0.0)
-        if CODED or W_GROUPS:
-            scale = gl.load(scale_at + group0 + step, mask=is_output, other=0)
+            x_scale = next_x_scale
+            next_x_scale = gl.load(x_scales_ptr + (x_group0 + step + 1) * M + m, mask=is_row & has_next, other=0.0)
+        if W_GROUPS:
+            scale = next_scale
+            next_scale = gl.load(scale_at + group0 + step + 1, mask=is_output & has_next, other=0.0)
+        if CODED:
+            scale = gl.load(scale_at + group0 + step, mask=is_output, other=0)  # before the tile is waited for
         mbarrier.wait(bars.index(at), (step // STAGES) & 1)
         later = step + STAGES
         if CODED:
