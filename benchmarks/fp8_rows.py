@@ -3,8 +3,8 @@
 
 Weights are a rank's of DeepSeek-V4-Flash, DeepSeek-V3 and Qwen3-30B-A3B. Microseconds of a product in captured chains
 over copies of the weight that the L2 does not hold, each division checked against the plain product; beside them what
-else serves such weights; more rows than 16 have that alone. Then the products of a V4 layer in turn, by the most
-programs that share a tile's inputs.
+else serves such weights. More rows than 16 are multiplied by that and by tiles of Gluon's product, without the rounding
+of x. Then the products of a V4 layer in turn, by the most programs that share a tile's inputs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from benchmarks.coded_experts import draw
 from benchmarks.cuda_kernels import time_calls
 from benchmarks.quantized_gpu import FORMS
 from benchmarks.roofline import BANDWIDTH
-from headrace.kernels.coded_linear import CODED_LINEAR, fp8_rows
+from headrace.kernels.coded_linear import CODED_LINEAR, fp8_rows, hopper
 from headrace.kernels.coded_linear.choice import describe_codes, find_solutions
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.fp8_rows import LOWER, RING, Shape
+from headrace.kernels.coded_linear.fp8_triton import quantise_rows
+from headrace.kernels.coded_linear.hopper import Tile
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.rowwise import Gate
@@ -45,6 +47,11 @@ DIVISIONS = [
     *(replace(RING, splits=splits) for splits in (1, 2, 4, 8)), Shape(2, 8), Shape(2, 8, 2), Shape(4, 4, 2, 4),
     Shape(8, 2, 2, 4), *LOWER,
 ]
+TILES = [
+    Tile(64, 64, 8), Tile(64, 64, 4), Tile(64, 128, 6), Tile(64, 128, 6, num_warps=8), Tile(64, 128, 4, num_warps=8),
+    Tile(32, 64, 8), Tile(32, 128, 8, num_warps=8), Tile(64, 64, 8, 2), Tile(64, 128, 6, 2, 8), Tile(64, 128, 6, 4, 8),
+]
+"""Of Gluon's product. What splits leave is not added up."""
 LAYER = ("V4 queries and latent", "V4 queries up, 2 ranks", "V4 output, 2 ranks", "V4 gate_up, 2 ranks",
          "V4 down, 2 ranks")
 
@@ -89,6 +96,15 @@ def run_case(name: str, rows: int) -> None:
             multiply = CODED_LINEAR.load(other)
             wrong = compare(multiply(x, weights[0], None), whole)
             times[other + wrong] = time_calls([partial(multiply, x, own, None) for own in weights])
+    coded = quantise_rows(x, 128)
+    for tile in TILES if rows > MOST_DIVIDED else ():
+        def run(weight: DeviceCodes, tile: Tile = tile) -> torch.Tensor:
+            return hopper.multiply(coded, weight, None, tile)  # type: ignore[return-value]
+
+        out = run(weights[0])
+        wrong = compare(out.sum(0) if tile.splits > 1 else out, whole)
+        label = f"{tile.rows}x{tile.outputs}/{tile.stages}/{tile.splits}/{tile.num_warps}"
+        times[label + wrong] = time_calls([partial(run, own) for own in weights])
     best = min(times.values())
     line = " | ".join(f"{key} {seconds * 1e6:.2f}" for key, seconds in times.items())
     chosen = "none"
