@@ -7,11 +7,14 @@ are captured.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +31,7 @@ from headrace.execution.captures import NoRecorder
 from headrace.execution.graph_sizes import GraphSizes
 from headrace.execution.loading import LoadedModel
 from headrace.execution.runner import Runner
+from headrace.kernels.attention import LONG_CONTEXT
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.precompile import precompile
 from headrace.layers.media import MediaModel, finish
@@ -36,8 +40,13 @@ from headrace.layers.quantization.storage import find_stored
 
 FIRST_PAGE = NULL_PAGE + 1
 PROMPT_LEN = 3
+FEW = 33
+"""Up to so many decodes the last of these lengths is as the second."""
 OWN_STEP = -1
 """``step_id`` of warm-up steps, which no scheduler planned."""
+MIXED_LENS = (3, 256, LONG_CONTEXT + 1)
+"""Lengths of decodes beside chunks: of which attention divides no keys, divides them, and does so by other rules where
+there are many decodes."""
 EACH = 2
 """Layers of a kind that run where kernels are looked for: what follows one of its own kind may be fused otherwise."""
 
@@ -64,7 +73,7 @@ def prepare_steps(assembly: Assembly) -> StepBytes:
         config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype),
         config.speculation.options, config.adapters.num_slots, config.adapters.max_lora_rank,
         config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
-        config.parallel.enable_expert_parallel, _describe_stored(loaded),
+        config.parallel.enable_expert_parallel, _describe_stored(loaded), _digest_own(),
     )
     precompile(
         lambda: measured.append(_run_steps(assembly)), msgspec.json.encode(about).decode(), assembly.device
@@ -72,6 +81,12 @@ def prepare_steps(assembly: Assembly) -> StepBytes:
     found = measured[0] if measured else measure_steps(assembly)
     _stage_loads(assembly)
     return found
+
+
+@cache
+def _digest_own() -> str:
+    """Of what is run here: another version may find more kernels."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def _stage_loads(assembly: Assembly) -> None:
@@ -130,6 +145,47 @@ def _run_small_steps(assembly: Assembly) -> None:
     if assembly.has_graphs:
         runner.capture(_thin(assembly.graph_sizes()), NoRecorder()).record_all(lambda: None)
     runner.detach()
+    runner = assembly.build_small_runner()  # which replays nothing
+    run_mixed_steps(runner, assembly.max_step_tokens, is_pooling=is_pooling)
+    runner.detach()
+
+
+def run_mixed_steps(runner: Runner, max_tokens: int, *, is_pooling: bool = False) -> None:
+    """Steps of one chunk and decodes that take no graph: those too large for one, and all before theirs is recorded.
+    They have any number of tokens, by which products choose kernels, and of decodes, by which attention does."""
+    longest = runner.layout.max_model_len - 1
+    most = 0 if is_pooling else min(runner.layout.max_rows - 1, max_tokens - 1)
+    short, usual, long = (min(length, longest) for length in MIXED_LENS)
+    pairs = _mix(most, max_tokens)
+    shapes = [(count, tokens, usual) for count, tokens in pairs]
+    shapes += [(count, tokens, short) for count, tokens in pairs[:1]]
+    shapes += [(count, tokens, long) for count, tokens in pairs if count > FEW]
+    spec, pooling = SamplingSpec(), PoolingSpec() if is_pooling else None
+    for count, tokens, length in shapes:
+        rows, known, chunk = list(range(count + 1)), pack_ids([0] * length), min(tokens - count, longest)
+        starts = [RowStart(row, "mixed", known, length, spec) for row in rows[:count]]
+        starts.append(RowStart(count, "mixed", pack_ids([0] * chunk), chunk, spec, pooling))
+        runner.execute(StepPlan(
+            OWN_STEP, count, rows, [length] * count + [0], [1] * count + [chunk],
+            [1] * count + [int(not count and not is_pooling)], starts=starts, last_tokens=[0] * count,
+        )).result()
+        runner.execute(StepPlan(OWN_STEP, 0, [], [], [], [], releases=rows)).result()
+
+
+def _mix(most_decodes: int, max_tokens: int) -> list[tuple[int, int]]:
+    """``(decodes, tokens)`` of steps in which each number at which kernels change is met once, of both."""
+    tokens = [size for size in _changes(max_tokens) if size > 1]
+    found = []
+    for count in _changes(most_decodes, FEW + 1):
+        found.append((count, next((size for size in tokens if size > count), count + 1)))
+        tokens = [size for size in tokens if size != found[-1][1]]
+    return [*found, *((0, size) for size in tokens)]
+
+
+def _changes(most: int, *others: int) -> list[int]:
+    """Powers of two up to ``most``, the numbers behind them, ``others`` and ``most``."""
+    powers = [2**i for i in range(most.bit_length())]
+    return sorted({size for size in (*powers, *(size + 1 for size in powers), *others, most) if 0 < size <= most})
 
 
 def _adapter_slots(assembly: Assembly) -> tuple[int, ...]:
@@ -139,8 +195,8 @@ def _adapter_slots(assembly: Assembly) -> tuple[int, ...]:
 
 
 def _thin(sizes: GraphSizes) -> GraphSizes:
-    """The sizes at which kernels change: powers of two and behind them, all of the small ones, and the ends. Steps with
-    prefill, which are not captured, have any number of decodes, some between two of those that are."""
+    """The sizes at which kernels change: powers of two and behind them, all of the small ones, and the ends. Steps of
+    other numbers of tokens are run without a graph (`run_mixed_steps`), as they are with lazy graphs."""
     largest = sizes.decodes[-1]
     decodes = [size for size in sizes.decodes if size & (size - 1) == 0 or size < 32]
     behind = [2**i + 1 for i in range(4, largest.bit_length()) if 2**i < largest]

@@ -12,11 +12,13 @@ import torch
 
 from headrace.base.config import engine_config
 from headrace.base.sampling import SamplingSpec
+from headrace.base.step import StepPlan
 from headrace.execution import warmup
 from headrace.execution.building import build_executor
 from headrace.execution.graph_sizes import GraphSizes, bucket_sizes
 from headrace.execution.rows import Rows
 from headrace.execution.runner import Runner
+from headrace.kernels.launch import next_power_of_2
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -105,6 +107,86 @@ def test_warmup_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: py
     assert ran == [SamplingSpec(), *warmup.SAMPLED_WAYS]
     assert placed, "a drafted step comes while a request waits"
     executor.close()
+
+
+MAX_TOKENS, MAX_ROWS = 8192, 256
+
+
+def mixed_shapes(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[StepPlan]:
+    """The plans of `run_mixed_steps`."""
+    plans: list[StepPlan] = []
+    pending = SimpleNamespace(result=lambda: None)
+    layout = SimpleNamespace(max_rows=MAX_ROWS, max_model_len=32_768)
+    runner = SimpleNamespace(layout=layout, execute=lambda plan: plans.append(plan) or pending)
+    warmup.run_mixed_steps(runner, MAX_TOKENS, **options)
+    return [plan for plan in plans if plan.rows]
+
+
+@pytest.mark.parametrize("group, head_dim", [(4, 128), (8, 256), (1, 64)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 32, 40])
+def test_decodes_beside_chunks_find_their_kernels(
+    kv_heads: int, group: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A chunk that takes no graph comes beside any number of decodes, of any length."""
+    pytest.importorskip("triton")
+    from headrace.kernels.attention import decodes
+
+    tile = decodes.decode_tile(group, head_dim, 2)
+
+    def variant(count: int, longest: int) -> tuple[object, ...]:  # as `decodes.decode` has it
+        slots, own = decodes.plan_splits(count, kv_heads, longest, head_dim=head_dim, tile=tile, processors=132)
+        block = 1 if count == 1 or slots == count else max(16, next_power_of_2(count))
+        return slots > count, block, own
+
+    lengths = sorted({*range(1, 200), *range(200, 32_768, 331), 4096, 4097, 32_768})
+    wanted = {variant(count, longest) for count in range(1, MAX_ROWS) for longest in lengths}
+    plans = mixed_shapes(monkeypatch)
+    assert {variant(p.num_decodes, p.begins[0] + 1) for p in plans if p.num_decodes} == wanted
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1280, 1280), (5120, 1280), (1280, 5120), (12288, 4096), (4096, 12288)])
+def test_steps_of_any_size_find_their_products(outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch):
+    """Between the least and the largest that is captured, as steps of prompts are without graphs, or before theirs."""
+    pytest.importorskip("triton")
+    from headrace.kernels.linear import hopper
+    from headrace.kernels.linear.triton import gemv_rows
+
+    def variants(rows: int) -> tuple[object, ...]:
+        size = outputs * inputs
+        return (
+            hopper.choose_tile(rows, size), hopper.choose_sums_tile(rows, outputs, inputs),
+            hopper.choose_gated_tile(rows, size), rows > gemv_rows(size),
+        )
+
+    warm = {sum(plan.lengths) for plan in mixed_shapes(monkeypatch)}
+    for index in range(4):
+        found = {variants(rows)[index] for rows in warm}
+        assert {variants(rows)[index] for rows in range(2, MAX_TOKENS + 1)} == found
+    assert {sum(plan.lengths) for plan in mixed_shapes(monkeypatch, is_pooling=True)} >= {129, 4096, MAX_TOKENS}
+
+
+def test_mixed_steps_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the rows and tokens that there are; they leave no row behind."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(warmup, "precompile", lambda run, about, device: run())
+    execute, plans = Runner.execute, []
+
+    def note(runner: Runner, plan: StepPlan):
+        plans.append(plan)
+        return execute(runner, plan)
+
+    monkeypatch.setattr(Runner, "execute", note)
+    executor = build_executor(engine_config(
+        model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16, max_running_requests=20,
+        max_step_tokens=100,
+    ))
+    executor.close()
+    mixed = [plan for plan in plans if 0 < plan.num_decodes < len(plan.rows)]
+    assert {plan.num_decodes for plan in mixed} == {1, 2, 3, 4, 5, 8, 9, 16, 17, 19}
+    assert all(sum(plan.lengths) <= 100 and len(plan.rows) <= 20 for plan in plans)
+    assert {sum(plan.lengths) for plan in plans} >= {2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100}
+    started, released = [s.row for p in plans for s in p.starts], [row for p in plans for row in p.releases]
+    assert sorted(started) == sorted(released)
 
 
 def test_what_captured_steps_read_is_measured(monkeypatch: pytest.MonkeyPatch):
