@@ -85,6 +85,12 @@ ENCODER_SHARE = 0.5
 """Share of the time beside decodes that encoders may take, so that text prompts need not wait for images."""
 
 
+MEDIA_CHUNK = 512
+"""Tokens of prompts with media in a step with decodes, for each such prompt. Decodes and what is encoded are among
+them, as a placeholder takes about as long to encode as to compute. Steps of so many are captured with media, and take a
+few milliseconds. A whole prompt of an image would be launched kernel by kernel, while two results wait."""
+
+
 class Spans(Protocol):
     """The spans of a plan being made, decodes first."""
 
@@ -94,10 +100,11 @@ class Spans(Protocol):
 
 
 class StepBudget:
-    """Tokens that are left in a step for prompts. ``encoder_tokens``: placeholders that may be encoded, None for any
-    number."""
+    """Tokens that are left in a step for prompts. ``encoder_tokens``: placeholders that may be encoded;
+    ``media_tokens``: tokens of prompts with media. None for any number."""
 
     encoder_tokens: int | None = None
+    media_tokens: int | None = None
 
     def __init__(self, tokens: int):
         self.tokens = tokens
@@ -105,13 +112,21 @@ class StepBudget:
     def reserve_encoding(self, num_tokens: float) -> None:
         """Note that the step encodes media of this many placeholders."""
 
+    def bound_media(self, num_taken: int, num_prompts: int) -> None:
+        """Bound prompts with media beside decodes, which take ``num_taken`` tokens together with what is encoded: few
+        hold decodes up but little, and of many that wait (``num_prompts``) as much is computed as ever."""
+        if self.encoder_tokens is None:  # else time bounds them
+            self.media_tokens = max(MEDIA_CHUNK // 2, MEDIA_CHUNK * max(1, num_prompts) - num_taken)
+
     def most(self, begin: int) -> int:
         """Tokens that a chunk from position ``begin`` may have."""
         return self.tokens
 
-    def take(self, begin: int, length: int) -> None:
+    def take(self, begin: int, length: int, *, has_media: bool = False) -> None:
         """A chunk was planned; it may be larger than `most`, if it could not be divided."""
         self.tokens -= length
+        if has_media and self.media_tokens is not None:
+            self.media_tokens -= length
 
 
 class TimedBudget(StepBudget):
@@ -140,8 +155,8 @@ class TimedBudget(StepBudget):
             count = max(count, LEAST_BESIDE)
         return min(self.tokens, count)
 
-    def take(self, begin: int, length: int) -> None:
-        super().take(begin, length)
+    def take(self, begin: int, length: int, *, has_media: bool = False) -> None:
+        super().take(begin, length, has_media=has_media)
         self._is_first = False
         self._cap = max(0, self._cap - length)
         self._left_s -= length * (self._times.token_s + self._times.pair_s * (begin + length / 2))

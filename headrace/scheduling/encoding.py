@@ -122,6 +122,12 @@ class EncoderAccount:
         return self._reserved
 
     @property
+    def divides_prompts(self) -> bool:
+        """Whether prompts with media may be divided among steps, and steps beside decodes gain by it. A window of sound
+        stands beside few tokens of text, in a step that is not captured."""
+        return self._facts is not None and not self._facts.is_whole and self._facts.speech is None
+
+    @property
     def num_planned(self) -> float:
         """Placeholders' worth of encoding in the plan being made."""
         return self._piece_tokens + sum(encode.item.place.num_tokens for encode in self._encodes)

@@ -128,9 +128,13 @@ class Planner:
         spans = PlanSpans()
         self._add_decodes(spans)
         budget = self._limit.begin_step(spans.begins, spans.lengths)
-        budget.reserve_encoding(self._encoders.begin_step(
+        num_encoded = self._encoders.begin_step(
             self._running.prefilling, is_beside=spans.num_decodes > 0, most=budget.encoder_tokens
-        ))
+        )
+        budget.reserve_encoding(num_encoded)
+        if spans.num_decodes and self._encoders.divides_prompts:
+            num_waiting = sum(bool(request.media) for request in self._running.prefilling) + len(self._queue)
+            budget.bound_media(spans.num_tokens + int(num_encoded), num_waiting)
         shares = self._divide(budget) if self._running.prefilling else {}
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
             most = budget.most(request.planned_len)
@@ -140,7 +144,7 @@ class Planner:
             length = self._add_chunk(spans, request, share)
             if length == 0:
                 return spans  # no pages: newcomers must not take what this one waits for
-            budget.take(spans.begins[-1], length)
+            budget.take(spans.begins[-1], length, has_media=bool(request.media))
             if shares:
                 shares[request.path] -= length
         if budget.most(0) > 0:
@@ -288,6 +292,10 @@ class Planner:
         """How many of ``share`` tokens a request's next chunk may have, as encoders allow; 0 to wait for them."""
         if share <= 0 or not request.media:
             return share
+        if budget.media_tokens is not None:
+            share = min(share, budget.media_tokens)
+            if share <= 0:
+                return 0
         begin = request.planned_len
         end = min(request.goal_len, begin + min(share, self._most_of(request)))
         # What must be computed in one step is not held up by a smaller budget: it might never be planned.
@@ -323,7 +331,7 @@ class Planner:
                 if share > 0:  # else it runs, and waits for encoders
                     length = self._add_chunk(spans, request, share)
                     assert length > 0 or request.media, f"{request} was admitted without a page to start with"
-                    budget.take(spans.begins[-1], length)
+                    budget.take(spans.begins[-1], length, has_media=bool(request.media))
             room -= verdict is not Verdict.FOLLOWS
         queue.end_step()
 

@@ -21,6 +21,7 @@ from headrace.layers.batch import MediaVectors
 from headrace.layers.media import CapturedVectors
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import RopeSpec
+from headrace.scheduling import budget
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine
 from tests.execution.pretended_graphs import PretendedRecorder, open_attention
@@ -65,6 +66,20 @@ def test_ends_of_images_and_text_behind_them_take_graphs(kind: str, tmp_path: Pa
     both = run(engine, [longer, other, first])
     for outputs, prompt in zip(both, (longer, other, first), strict=True):
         compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_prompts_beside_a_stream_take_graphs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Chunk by chunk; a whole one would be larger than all that is captured."""
+    monkeypatch.setattr(budget, "MEDIA_CHUNK", 16)
+    model = MAKERS[kind](tmp_path)
+    engine = start_engine(tmp_path, page_size=8)
+    taken = count_paths(engine)
+    prompt = add_image(Prompt().text(3, 4, 5), (1, 8, 12), 0).text(4, 5, 6)
+    found = run_beside(engine, Prompt().text(7, 8, 9), [prompt])
+    compare(found[0], expect(model, prompt))
+    assert taken["media"] >= 2 and not taken["PlainPath"]
     engine.close()
 
 

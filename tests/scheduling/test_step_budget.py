@@ -18,6 +18,7 @@ from headrace.base.media_facts import MediaFacts
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import StepPlan, StepResult
+from headrace.scheduling import budget
 from headrace.scheduling.budget import FIRST_CHUNK, LEAST_BESIDE, StepBudget, StepLimit
 from headrace.scheduling.scheduler import Features, Scheduler
 from headrace.scheduling.timing import MOST_CLASSES, RECENT, StepTimes, StepWork
@@ -170,13 +171,54 @@ def test_chunks_get_smaller_with_the_context():
 
 
 def test_images_beside_a_stream_keep_the_target():
-    without, bounded = Device(target_ms=None), Device(target_ms=6.0)
-    stream_beside(without, *[1350] * 20, images=1)
+    bounded = Device(target_ms=6.0)
     stream_beside(bounded, *[1350] * 20, images=1)
-    assert without.gaps("stream")[-1] > 15e-3
     gaps = bounded.gaps("stream")
     assert gaps[-1] <= 6e-3 * 1.5 and gaps[-len(gaps) // 100] <= 6e-3 * 1.1
     assert sum(work.encoded for work in bounded.works) == pytest.approx(20 * 1300)
+
+
+def test_prompts_of_few_images_are_divided_beside_a_stream():
+    """Without a target, too: each of 1,350 tokens would hold it up for 16 ms. Prompts of text are not."""
+    images, texts = Device(target_ms=None), Device(target_ms=None)
+    stream_beside(images, *[1350] * 20, images=1)
+    stream_beside(texts, *[1350] * 20)
+    assert images.gaps("stream")[-1] < 7e-3 and texts.gaps("stream")[-1] > 15e-3
+    found = [work.tokens for work in images.mixed() if work.tokens]
+    assert max(found) <= budget.MEDIA_CHUNK - 1 and sum(found) == 20 * 1350, "with its decode they fit a graph"
+    assert sum(work.tokens for work in images.works) == 20 * 1350 + 40
+
+
+@pytest.mark.parametrize("num_decodes", [1, 48])
+def test_prompts_of_many_images_are_computed_as_fast_as_ever(num_decodes: int, monkeypatch: pytest.MonkeyPatch):
+    firsts: list[list[float]] = []
+    for chunk in (budget.MEDIA_CHUNK, 1 << 20):
+        monkeypatch.setattr(budget, "MEDIA_CHUNK", chunk)
+        device = Device(target_ms=None, max_running_requests=64)
+        for number in range(num_decodes):
+            device.add(f"stream {number}", 40, 500)
+        for _ in range(5):
+            device.step()
+        begun = device.now
+        for number in range(16):
+            device.add(f"image {number}", 1350, 1, images=1)
+        device.run()
+        device.scheduler.check()
+        firsts.append(sorted(device.tokens[f"image {number}"][0] - begun for number in range(16)))
+    for bounded, free in zip(*firsts, strict=True):
+        assert bounded <= 1.25 * free
+    assert firsts[0][-1] <= 1.1 * firsts[1][-1]
+
+
+def test_a_target_bounds_by_time_alone():
+    limit = StepLimit(8192, target_s=1.0)
+    timed, plain = limit.begin_step([5], [1]), StepLimit(8192).begin_step([5], [1])
+    for each in (timed, plain):
+        each.bound_media(300, 1)
+    assert timed.media_tokens is None and plain.media_tokens == budget.MEDIA_CHUNK // 2
+    plain.take(0, 100)
+    plain.take(0, 100, has_media=True)
+    assert plain.media_tokens == budget.MEDIA_CHUNK // 2 - 100
 
 
 def test_a_step_that_fails_ends_those_whose_images_it_encodes():
@@ -298,10 +340,10 @@ def test_clients_share_what_a_step_may_compute():
 
 def test_without_decodes_a_step_is_as_large_as_ever():
     limit = StepLimit(8192, target_s=1e-3)
-    budget = limit.begin_step([], [])
-    assert type(budget) is StepBudget and budget.most(100_000) == 8192 and budget.encoder_tokens is None
-    budget = StepLimit(8192).begin_step([5, 6], [1, 3])
-    assert type(budget) is StepBudget and budget.most(0) == 8188
+    found = limit.begin_step([], [])
+    assert type(found) is StepBudget and found.most(100_000) == 8192 and found.encoder_tokens is None
+    found = StepLimit(8192).begin_step([5, 6], [1, 3])
+    assert type(found) is StepBudget and found.most(0) == 8188
 
 
 def test_stages_share_the_time_between_tokens():
