@@ -40,6 +40,8 @@ from headrace.layers.quantization.storage import find_stored
 
 FIRST_PAGE = NULL_PAGE + 1
 PROMPT_LEN = 3
+SMALL_MEDIA = (4, 9, 16, 25, 36, 64, 100, 225)
+"""Placeholders; an image often has four times as many patches."""
 FEW = 33
 """Up to so many decodes the last of these lengths is as the second."""
 OWN_STEP = -1
@@ -145,9 +147,23 @@ def _run_small_steps(assembly: Assembly) -> None:
     if assembly.has_graphs:
         runner.capture(_thin(assembly.graph_sizes()), NoRecorder()).record_all(lambda: None)
     runner.detach()
+    media = assembly.loaded.model.media
+    if media is not None:
+        _run_small_media(media, assembly.config.scheduler.max_encoder_tokens or 0)
     runner = assembly.build_small_runner()  # which replays nothing
     run_mixed_steps(runner, assembly.max_step_tokens, is_pooling=is_pooling)
     runner.detach()
+
+
+def _run_small_media(media: MediaModel, most: int) -> None:
+    """Encode an item of each size at which products of few rows change; `_measure_encoder` has the smallest."""
+    known: set[tuple[torch.Size, ...]] = set()
+    for size in SMALL_MEDIA:
+        items = media.example(size) if size <= most else []
+        shapes = tuple(array.shape for item in items for array in item.arrays.values())
+        if items and shapes not in known:  # of families with one size of images all are the same
+            known.add(shapes)
+            finish(media.encode(items))
 
 
 def run_mixed_steps(runner: Runner, max_tokens: int, *, is_pooling: bool = False) -> None:

@@ -13,6 +13,7 @@ from pretended_device import DEVICE, PretendedDevice
 from test_qwen_vl import MAKERS, Prompt, add_image, expect, make_qwen2_5, oracle_inputs
 
 from headrace.base.config import engine_config
+from headrace.execution import warmup
 from headrace.execution.graph_sizes import GraphSizes
 from headrace.execution.graphs import MixedGraphPath
 from headrace.execution.media import StaticMedia
@@ -81,6 +82,23 @@ def test_prompts_beside_a_stream_take_graphs(kind: str, tmp_path: Path, monkeypa
     compare(found[0], expect(model, prompt))
     assert taken["media"] >= 2 and not taken["PlainPath"]
     engine.close()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_small_images_are_encoded_before_the_first(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Products of some rows have kernels of their own, which would be compiled while a request waits."""
+    MAKERS[kind](tmp_path)
+    monkeypatch.setattr(warmup, "precompile", lambda run, about, device: run())
+    finish, sizes = warmup.finish, []
+
+    def note(pieces: Any) -> Any:
+        found = finish(pieces)
+        sizes.append(sum(map(len, found)))
+        return found
+
+    monkeypatch.setattr(warmup, "finish", note)
+    start_engine(tmp_path, max_encoder_tokens=50).close()
+    assert sizes == [4, 9, 16, 25, 36]
 
 
 def test_no_position_is_outside_of_the_table(tmp_path: Path):
