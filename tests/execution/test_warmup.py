@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,3 +207,44 @@ def test_what_captured_steps_read_is_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(warmup, "measure_peak", measure)
     assert warmup._measure_captured(runner, GraphSizes([1], []), CPU) == 7
     assert happened == ["begin", "allocate", "record", "end"]
+
+
+LATE = """
+import sys
+from headrace.base.config import engine_config
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.build import build_engine
+
+engine = build_engine(engine_config(
+    model=sys.argv[1], load_format="dummy", device="cuda", dtype="bfloat16", skip_tokenizer=True, graphs="lazy",
+    max_model_len=4096, max_running_requests=64, max_step_tokens=4096, kv_pages=2048,
+))
+for number in range(48):  # each prompt is too long for a graph, and comes beside one more decode
+    engine.submit(EngineRequest(str(number), [number] * (1030 + number), SamplingSpec(), StopSpec(100)))
+    engine.step()
+for length in range(1, 400, 7):
+    engine.submit(EngineRequest(f"short {length}", [1] * length, SamplingSpec(), StopSpec(1)))
+    engine.step()
+while engine.has_work:
+    for output in engine.step():
+        assert output.finish is None or output.finish.error is None, output.finish
+print("late", engine.executor.late_kernels)
+engine.close()
+"""
+
+
+@pytest.mark.cuda
+def test_no_step_waits_for_a_kernel(tmp_path: Path):
+    """With graphs that are recorded while requests wait; in a process of its own, whose kernels nobody has compiled."""
+    config = {
+        **CONFIG, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 128, "max_position_embeddings": 8192, "vocab_size": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    found = subprocess.run(
+        [sys.executable, "-c", LATE, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split()[-2:] == ["late", "0"], found.stderr[-4000:]
