@@ -128,13 +128,7 @@ class Planner:
         spans = PlanSpans()
         self._add_decodes(spans)
         budget = self._limit.begin_step(spans.begins, spans.lengths)
-        num_encoded = self._encoders.begin_step(
-            self._running.prefilling, is_beside=spans.num_decodes > 0, most=budget.encoder_tokens
-        )
-        budget.reserve_encoding(num_encoded)
-        if spans.num_decodes and self._encoders.divides_prompts:
-            num_waiting = sum(bool(request.media) for request in self._running.prefilling) + len(self._queue)
-            budget.bound_media(spans.num_tokens + int(num_encoded), num_waiting)
+        _begin_media(budget, spans, self._running, len(self._queue))
         shares = self._divide(budget) if self._running.prefilling else {}
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
             most = budget.most(request.planned_len)
@@ -290,12 +284,10 @@ class Planner:
 
     def _limit_chunk(self, request: Request, share: int, budget: StepBudget) -> int:
         """How many of ``share`` tokens a request's next chunk may have, as encoders allow; 0 to wait for them."""
-        if share <= 0 or not request.media:
-            return share
-        if budget.media_tokens is not None:
+        if request.media and budget.media_tokens is not None:
             share = min(share, budget.media_tokens)
-            if share <= 0:
-                return 0
+        if share <= 0 or not request.media:
+            return max(0, share)
         begin = request.planned_len
         end = min(request.goal_len, begin + min(share, self._most_of(request)))
         # What must be computed in one step is not held up by a smaller budget: it might never be planned.
@@ -378,3 +370,15 @@ class Planner:
             request.is_warm = request.is_warm and count > 0
             request.num_proposed = count if request.is_warm and samples else 0
         return count
+
+
+def _begin_media(budget: StepBudget, spans: PlanSpans, running: RunningSet, num_queued: int) -> None:
+    """Divide what the step encodes, and bound what it computes of prompts with media beside its decodes."""
+    encoders = running.encoders
+    num_encoded = encoders.begin_step(
+        running.prefilling, is_beside=spans.num_decodes > 0, most=budget.encoder_tokens
+    )
+    budget.reserve_encoding(num_encoded)
+    if spans.num_decodes and encoders.divides_prompts:
+        num_prompts = num_queued + sum(bool(request.media) for request in running.prefilling)
+        budget.bound_media(spans.num_tokens + int(num_encoded), num_prompts)

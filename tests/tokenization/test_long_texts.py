@@ -26,7 +26,14 @@ from headrace.service.tokenization.pieces import (
     encode_pieces,
     interruptible,
 )
-from headrace.service.tokenization.tokenizer import CUT_TOKENS, IDS_AT_ONCE, LETTERS_READ, LONG_TEXT, TokenizerFacts
+from headrace.service.tokenization.tokenizer import (
+    BRIEF_TEXT,
+    CUT_TOKENS,
+    IDS_AT_ONCE,
+    LETTERS_READ,
+    LONG_TEXT,
+    TokenizerFacts,
+)
 
 
 def unigram() -> Tokenizer:
@@ -65,6 +72,26 @@ def test_long_texts_have_the_ids_of_short_ones(make: Any):
         tokenizer.encode(text, add_special_tokens=False)
         == tokenizer._backend.encode(text, add_special_tokens=False).ids
     )
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_only_brief_texts_are_encoded_with_the_gil_held(make: Any):
+    """The placeholders of an image are 17,000 characters, which would hold up streams for a millisecond."""
+    tokenizer, asked = make(), []
+
+    class Watched:
+        def encode(self, text: str, **options: Any) -> Any:
+            asked.append(len(text))
+            return backend.encode(text, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend, name)
+
+    backend, tokenizer._backend = tokenizer._backend, Watched()
+    for length in (BRIEF_TEXT, BRIEF_TEXT + 1, LONG_TEXT):
+        text = draw_text(length)
+        assert tokenizer._encode_piece(text) == backend.encode(text, add_special_tokens=False).ids
+    assert asked == [BRIEF_TEXT]
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
