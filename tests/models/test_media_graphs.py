@@ -136,9 +136,10 @@ def test_what_is_captured_neither_waits_nor_mixes_devices():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", MAKERS)
-def test_images_through_graphs(kind: str, tmp_path: Path):
+def test_images_through_graphs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On a GPU, in half precision: fresh images and repeated ones, of which graphs compute the ends, text after them,
-    and an image that is encoded in pieces beside a stream."""
+    and an image that is encoded in pieces beside a stream, and whose prompt is computed in chunks there."""
+    monkeypatch.setattr(budget, "MEDIA_CHUNK", 16)
     model = MAKERS[kind](tmp_path)
     engine = build_engine(engine_config(
         model=str(tmp_path), device="cuda", dtype="float16", skip_tokenizer=True, max_running_requests=8, kv_pages=100,
