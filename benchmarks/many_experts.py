@@ -19,8 +19,9 @@ from benchmarks.cuda_kernels import time_calls
 from benchmarks.few_experts import MODELS, POOL_BYTES, STEPS, divide
 from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.moe import Stacked, hopper, plain_many
+from headrace.kernels.moe.pair_order import group_pairs
 from headrace.kernels.moe.reference import grouped_mm
-from headrace.kernels.moe.triton import gate_pairs, group_pairs, sum_pairs
+from headrace.kernels.moe.triton import gate_pairs, sum_pairs
 from headrace.kernels.precompile import precompile
 from headrace.kernels.rowwise import Gate
 
@@ -31,7 +32,7 @@ def run_apart(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate
 ) -> torch.Tensor:
     """One kernel behind the other, as where there is no `MANY_EXPERTS`."""
-    order, place, ends = group_pairs(ids, len(down[0]), pdl=True)
+    order, place, ends = group_pairs(ids, len(down[0]))
     hidden, experts = x.index_select(0, order // ids.shape[1]), ids.flatten().index_select(0, order)
     inner = gate_pairs(grouped_mm(hidden, gate_up[0], None, ends, experts), None, experts, gate)
     return sum_pairs(grouped_mm(inner, down[0], None, ends, experts), place, weights, ids, None, pdl=True)
@@ -43,14 +44,14 @@ def make_parts(
     """Single kernels, as calls."""
     gate_up, down = stacks
     num_experts, device = len(down[0]), x.device
-    order, place, ends = group_pairs(ids, num_experts, pdl=True)
+    order, place, ends = group_pairs(ids, num_experts)
     rows = hopper.gather_rows(x, order, ends, ids.shape[1], evens_first=False)
     first, second = (plain_many.find_kernel(kind, num_experts, device) for kind in ("silu", ""))
     assert first is not None and second is not None
     inner = plain_many.multiply(rows, *gate_up, ends, first, Gated("silu"))
     out = plain_many.multiply(inner, *down, ends, second)
     return {
-        "group": lambda: group_pairs(ids, num_experts, pdl=True),
+        "group": lambda: group_pairs(ids, num_experts),
         "gather": lambda: hopper.gather_rows(x, order, ends, ids.shape[1], evens_first=False),
         "gate and up": lambda: plain_many.multiply(rows, *gate_up, ends, first, Gated("silu")),
         "down": lambda: plain_many.multiply(inner, *down, ends, second),

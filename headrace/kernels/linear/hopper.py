@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.linear import rows as few_rows
+from headrace.kernels.linear import wave_product
 from headrace.kernels.linear.triton import gemv_rows, linear_pdl, linear_sums_pdl
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}

@@ -17,7 +17,8 @@ from headrace.kernels.coded_linear.fp8_triton import quantise_rows_pdl
 from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.cuda_source import cache_compiled, fallback
 from headrace.kernels.moe import CodedStack, hopper, is_few, parts, sorted_rows
-from headrace.kernels.moe.triton import group_pairs, sum_pairs
+from headrace.kernels.moe.pair_order import group_pairs
+from headrace.kernels.moe.triton import sum_pairs
 from headrace.kernels.rowwise import Gate
 
 FP8_TILE = wide.Tile(256)
@@ -81,7 +82,7 @@ def run_experts(
     code, gated = gate_up[0].code, Gated(*gate)
     if not takes(gate_up[0], down[0]) or not _can_compile(x.device, num_experts, code, gated.kind):
         return None
-    order, place, ends = group_pairs(ids, num_experts, pdl=True)
+    order, place, ends = group_pairs(ids, num_experts)
     rows = hopper.gather_rows(x, order, ends, top_k, evens_first=code is Code.E2M1)
     if code is Code.E2M1:
         tile = choose_tile(num_tokens, top_k, num_experts)

@@ -25,7 +25,8 @@ from headrace.kernels.cuda_source import (
 )
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.moe import Stacked, hopper
-from headrace.kernels.moe.triton import group_pairs, sum_pairs
+from headrace.kernels.moe.pair_order import group_pairs
+from headrace.kernels.moe.triton import sum_pairs
 from headrace.kernels.rowwise import Gate
 
 ROWS, BOX, WIDE, DEPTH, CLUSTER, THREADS, STAGES = 256, 64, 128, 64, 2, 384, 4
@@ -86,7 +87,7 @@ def run_experts(
     first, second = (find_kernel(kind, num_experts, x.device) for kind in (gated.kind, ""))
     if first is None or second is None or not all(stack.is_contiguous() for stack, _ in (gate_up, down)):
         return None
-    order, place, ends = group_pairs(ids, num_experts, pdl=True)
+    order, place, ends = group_pairs(ids, num_experts)
     rows = hopper.gather_rows(x, order, ends, ids.shape[1], evens_first=False)
     out = multiply(multiply(rows, *gate_up, ends, first, gated), *down, ends, second)
     return sum_pairs(out, place, weights, ids, None, pdl=True)

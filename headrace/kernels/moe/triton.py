@@ -149,8 +149,8 @@ def own_experts(ids: torch.Tensor, first: int, count: int, *, pdl: bool = False)
 
 own_experts_pdl = partial(own_experts, pdl=True)
 
-AT_ONCE = (1024, 4096, 16384)
-"""Pairs that `_group_kernel` takes at once; more than the last it takes in turns. Four kernels to compile."""
+AT_ONCE = (1024, 4096)
+"""Pairs that `_group_kernel` takes at once; more than the last it takes in turns. Three kernels to compile."""
 
 
 @triton.jit
