@@ -23,7 +23,10 @@ FLASH = Path(__file__).parent / "models" / "deepseek-v4-flash" / "config.json"
 RESERVE = 14 * 2**30
 """Bytes for the activations of the largest step, the caches, and what torch's allocator cannot use."""
 
-CELLS = {"decode1": (1, 8192), "prefill8k": (1, 8192), "decode64": (64, 2048), "prefill128k": (1, 131072)}
+CELLS = {
+    "prefill64": (1, 64), "prefill256": (1, 256), "decode1": (1, 8192), "prefill8k": (1, 8192),
+    "decode64": (64, 2048), "prefill128k": (1, 131072),
+}
 """Requests and prompt length; ``decode`` is timed behind the prompts, ``prefill`` is the prompt."""
 NUM_NEW = 96
 """Output tokens of a decode cell; half of them are more than its prompts take steps."""

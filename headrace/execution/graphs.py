@@ -39,8 +39,9 @@ MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 NUM_REPLAYS = 5
 """Times that a captured step is run to measure it."""
 FEW_DECODES = 64
-"""Attention captured for dynamic lengths does not split a decode's keys among programs (no split-KV). That is too slow
-for steps with fewer than ``FEW_DECODES`` decodes of which one has more than `LONG_CONTEXT` keys."""
+"""Attention captured for dynamic lengths does not split a decode's keys among programs (no split-KV), unless a backend
+says so. That is too slow for steps with fewer than ``FEW_DECODES`` decodes of which one has more than `LONG_CONTEXT`
+keys."""
 
 
 def find_bounds(inputs: InputBuilder, num_decodes: int) -> list[int]:
@@ -310,6 +311,7 @@ class MixedGraphPath:
     ):
         self._buckets, self._model, self._inputs, self._drafting = buckets, model, inputs, drafting
         self._adapters, self._has_media = adapters, has_media
+        self._divides_keys = all(backend.divides_dynamic_keys for backend in inputs.backends)
         if adapters is not None:
             self.covers = with_adapters(self.covers)
         if has_media:
@@ -318,7 +320,9 @@ class MixedGraphPath:
     def find(self, shape: StepShape) -> MixedGraph | None:
         """The graph for a step of this shape; None where a graph would be slower or none is large enough."""
         decodes = shape.ends[: shape.num_decodes]
-        has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > LONG_CONTEXT
+        has_few_long = (
+            not self._divides_keys and 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > LONG_CONTEXT
+        )
         # A capture without a drafter has room for as many requests as there are rows; with drafts there may be more.
         has_room = len(shape.rows) <= self._inputs.max_requests
         if int(shape.lengths.max()) > MAX_SPAN or has_few_long or not has_room:

@@ -30,6 +30,7 @@ from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
 from headrace.layers.moe.choice import keep_faster_experts
+from headrace.layers.moe.contract import Mixture
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
@@ -139,7 +140,7 @@ class LoadedModel:
 
     def count_active_parameters(self) -> int:
         """Parameters of this rank, of experts only as many as a token chooses on average."""
-        idle = sum(mixture.count_idle() for mixture in self.model.modules() if isinstance(mixture, MoeMlp))
+        idle = sum(mixture.count_idle() for mixture in self.model.modules() if isinstance(mixture, Mixture))
         return self.num_parameters - idle
 
     def count_all_parameters(self) -> int:

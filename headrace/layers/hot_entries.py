@@ -56,6 +56,7 @@ class HotEntries:
         starts = [0]
         for length in inputs.query_lens_cpu:
             starts.append(starts[-1] + length)
+        assert view.prefills is not None
         sizes = [-(-entries // per_page) for *_, entries in view.prefills]
         while count < inputs.num_requests:
             first, total = count, 0

@@ -25,10 +25,17 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
     return StepShape(len(decode_lens), entries, ends, lengths, np.concatenate(([0], lengths.cumsum())))
 
 
+def capture_for(*backends: SimpleNamespace) -> CapturedSteps:
+    """Steps over cache groups with such backends."""
+    inputs = SimpleNamespace(
+        max_requests=300, handover=Handover(), adapters=None, media=NO_MEDIA, backends=list(backends)
+    )
+    return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
+
+
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    inputs = SimpleNamespace(max_requests=300, handover=Handover(), adapters=None, media=NO_MEDIA, backends=[])
-    return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
+    return capture_for(SimpleNamespace(divides_dynamic_keys=False, prefix_members=0))
 
 
 @pytest.mark.parametrize(("decodes", "prefills", "size"), [
@@ -42,6 +49,14 @@ def test_the_smallest_that_holds_the_step(
 ):
     found = captured.mixed.find(shape_of(decodes, prefills))
     assert (found.size if found is not None else None) == size
+
+
+def test_long_contexts_beside_prompts_where_every_group_divides_their_keys():
+    divides, does_not = (SimpleNamespace(divides_dynamic_keys=does, prefix_members=0) for does in (True, False))
+    shape = shape_of([50_000], [10])
+    assert capture_for(divides, does_not).mixed.find(shape) is None
+    found = capture_for(divides, divides).mixed.find(shape)
+    assert found is not None and found.size == 64
 
 
 def test_short_contexts_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch):

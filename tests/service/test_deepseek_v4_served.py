@@ -143,11 +143,8 @@ def test_drafts_change_no_token(
     assert num_right >= least_right and drafted.num_draft_tokens - num_right >= least_wrong
 
 
-def test_the_checkpoints_own_module_drafts(
-    served: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
-):
-    """A random one, which is rarely right, read from the checkpoint beside the model: no token changes."""
-    folder, prompts, expected = served
+def add_module(folder: Path, into: Path) -> None:
+    """Write the saved model once more, with a random module that drafts beside it."""
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
     config = json.loads((folder / "config.json").read_text())
     last = f"layers.{CONFIG['num_hidden_layers'] - 1}."
@@ -162,8 +159,16 @@ def test_the_checkpoints_own_module_drafts(
     for name, tensor in list(tensors.items()):
         if last in name and "compressor" not in name and "indexer" not in name:
             tensors[f"mtp.0.{rename(f'model.{name[name.index(last):]}').removeprefix(last)}"] = tensor.clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    save_file(tensors, into / "model.safetensors")
+    (into / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+
+
+def test_the_checkpoints_own_module_drafts(
+    served: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
+):
+    """A random one, which is rarely right, read from the checkpoint beside the model: no token changes."""
+    folder, prompts, expected = served
+    add_module(folder, tmp_path)
     for method, hot_slots in (("mtp", 0), ("auto", 0), ("mtp", 64), ("auto", 40)):
         options = {"speculative_config": {"method": method, "num_speculative_tokens": 3}, "hot_slots": hot_slots}
         with LLM(str(tmp_path), **BASE | {"max_step_tokens": 101} | options) as llm:

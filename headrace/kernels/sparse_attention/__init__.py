@@ -58,14 +58,15 @@ class EntryView:
     """The compressed entries of a step's requests, by cache group. ``page_table`` [R, W] int32; ``requests`` [T] int64:
     each token's; ``visible`` [T] int64: how many entries, from its request's first on, a token may see; ``longest``:
     the most that any may have. Of host lengths, for plain torch alone: the first ``num_decodes`` requests have a token
-    each, for each later one ``prefills`` has ``(request, index of its first token, tokens, entries)``."""
+    each, for each later one ``prefills`` has ``(request, index of its first token, tokens, entries)``; None where the
+    device alone knows lengths."""
 
     page_table: torch.Tensor
     requests: torch.Tensor
     visible: torch.Tensor
     longest: int
     num_decodes: int
-    prefills: list[tuple[int, int, int, int]]
+    prefills: list[tuple[int, int, int, int]] | None
 
 
 INDEX_SCORES = Operation("index score kernel")

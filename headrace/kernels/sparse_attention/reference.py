@@ -73,19 +73,22 @@ def index_scores(
     queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, scale: float, top_k: int,
     tokens: slice,
 ) -> torch.Tensor:
-    """See `INDEX_SCORES`. Decodes are scored as one batch against their own keys, prefill chunks one request at a
-    time."""
+    """See `INDEX_SCORES`. Decodes are scored together against their own keys, prefill chunks one request at a time."""
     q = rotate_last(queries.q, queries.cos_sin.index_select(0, queries.positions)).float()  # [T, H, E]
     if keys.holds_keys:
         q = unpack_keys(*pack_keys(q @ hadamard(q.shape[-1], q.device)))
     weights = weights.float() * scale
-    slots, num_decodes = list_entries(view.page_table, count=view.longest, per_page=keys.per_page), view.num_decodes
+    slots = list_entries(view.page_table, count=view.longest, per_page=keys.per_page)
     scores = q.new_zeros(q.shape[0], view.longest)
-    if num_decodes:
-        decoded = keys.gather(slots[:num_decodes], torch.float32)  # [decodes, N, E]; decode t is request t
-        hits = torch.einsum("the,tne->thn", q[:num_decodes], decoded).relu_()
-        scores[:num_decodes] = torch.einsum("thn,th->tn", hits, weights[:num_decodes])
-    for request, start, count, num_entries in view.prefills:
+    # tokens that each have keys of their own to read: decodes, or, where lengths are not known, all
+    apart = len(q) if view.prefills is None else view.num_decodes
+    tile = max(1, TILE_ELEMENTS // max(1, q.shape[-1] * view.longest))
+    for low in range(0, apart, tile):
+        span = slice(low, min(low + tile, apart))
+        own = keys.gather(slots.index_select(0, view.requests[span]), torch.float32)  # [t, N, E]
+        hits = torch.einsum("the,tne->thn", q[span], own).relu_()
+        scores[span] = torch.einsum("thn,th->tn", hits, weights[span])
+    for request, start, count, num_entries in view.prefills or ():
         own = keys.gather(slots[request, :num_entries], torch.float32)  # [n, E], shared by the tokens
         tile = max(1, SCORE_ELEMENTS // max(1, q.shape[1] * num_entries))
         for low in range(start, start + count, tile):

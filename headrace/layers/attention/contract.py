@@ -125,7 +125,9 @@ class CacheBackend(ABC):
     Class attributes declare capabilities. ``preferred_page_size`` in tokens (None: any) is used unless the user sets
     another; a size that the class cannot serve raises `ConfigError`. ``is_capturable``: False if it reads host lengths
     or waits for the device, so that no CUDA graph may be captured over it. ``supports_dynamic_lengths``: accepts
-    `AttentionInputs` with ``has_dynamic_lengths``. ``fuses_layers``: a kernel for whole layers may replace it.
+    `AttentionInputs` with ``has_dynamic_lengths``. ``divides_dynamic_keys``: in those, too, it divides the keys of few
+    decodes among programs, so that long contexts are no slower. ``fuses_layers``: a kernel for whole layers may replace
+    it.
     ``most_drafts``: a request may occur so many more times among the decodes of a step, at consecutive positions (its
     last token and drafts), and the page may hold wrong drafts behind a request's length; 0 where a decode changes
     state that the decode behind it reads. ``prefix_members``: so many decodes at most are computed together where they
@@ -134,7 +136,8 @@ class CacheBackend(ABC):
 
     preferred_page_size: ClassVar[int | None] = None
     is_capturable: ClassVar[bool] = True
-    supports_dynamic_lengths: ClassVar[bool] = False
+    supports_dynamic_lengths: bool = False
+    divides_dynamic_keys: ClassVar[bool] = False
     fuses_layers: ClassVar[bool] = False
     most_drafts: int = MAX_DRAFTS
     prefix_members: int = 0
@@ -187,7 +190,7 @@ class AttentionBackend(CacheBackend):
 class UnusedBackend(AttentionBackend):
     """That of a cache group whose layers are all in other pipeline stages."""
 
-    supports_dynamic_lengths = True
+    supports_dynamic_lengths = divides_dynamic_keys = True
     fuses_layers = True
 
     def prepare(self, inputs: AttentionInputs) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -48,6 +48,15 @@ class GroupedTokens:
     hidden: torch.Tensor
     ends: torch.Tensor
     experts: torch.Tensor
+
+
+@runtime_checkable
+class Mixture(Protocol):
+    """A layer with experts of which a token chooses some."""
+
+    def count_idle(self) -> int:
+        """How many more parameters this rank's experts have than a token needs of them, on average; negative where
+        experts in codes count as none."""
 
 
 class Dispatcher(Protocol):

@@ -2,7 +2,8 @@
 slots of each token's sliding window, which compressed entries it sees, which windows end, where compressor state goes.
 
 T tokens, R requests, C candidates for windows that end in this step. Everything is computed on the device, from its own
-lengths, in shapes that follow from the number of tokens of each request: steps can be captured, and nothing waits.
+lengths, in shapes that follow from the number of tokens of each request, or from T and R alone where a captured step
+leaves these open: nothing waits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from headrace.models.deepseek_v4.layout import (
     INDEX_KEYS_FP8,
     PAGE_SIZE,
     SCORES_AT_ONCE,
+    SCORES_CAPTURED,
     draft_ring_rows,
     slots_per_page,
 )
@@ -43,6 +45,7 @@ class _Backend(CacheBackend):
 
     operation: ClassVar[Operation]
     preferred_page_size = PAGE_SIZE
+    supports_dynamic_lengths = divides_dynamic_keys = True
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         self.spec, self.page_size, self.device = spec, page_size, device
@@ -52,10 +55,15 @@ class _Backend(CacheBackend):
         self._decode, self._list = self.operation.choose(query), LIST_ENTRIES.choose(query)
 
     def locate(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each token's request and position, [T] int64 each."""
+        """Each token's request and position, [T] int64 each. Padding is at position -1 of the last request."""
         tokens, ends = torch.arange(inputs.num_tokens, dtype=torch.int32, device=self.device), inputs.query_start[1:]
         requests = torch.searchsorted(ends, tokens, right=True)
-        return requests, (inputs.kv_lens - ends).index_select(0, requests).long() + tokens
+        if inputs.has_dynamic_lengths:
+            requests.clamp_(max=inputs.num_requests - 1)
+        positions = (inputs.kv_lens - ends).index_select(0, requests).long() + tokens
+        if inputs.has_dynamic_lengths:
+            positions.masked_fill_(tokens >= ends[-1], -1)
+        return requests, positions
 
 
 class WindowBackend(_Backend):
@@ -77,14 +85,18 @@ class WindowBackend(_Backend):
         requests, positions = self.locate(inputs)
         seen = (positions[:, None] - torch.arange(window, device=self.device)).clamp_(min=0)  # [T, window]
         self.numbers = find_slots(inputs.page_table, requests[:, None].expand_as(seen), seen, self.per_page)
-        self.counts = (positions + 1).clamp_(max=window)
+        self.counts = (positions + 1).clamp_(1, window)
+        if inputs.has_dynamic_lengths:  # padding attends to what padding writes to the null page
+            self.numbers.masked_fill_(positions[:, None] < 0, 0)
 
 
 class EntriesBackend(_Backend):
-    """``view``: which compressed entries each token sees; behind `open_hot`, as numbered there."""
+    """``view``: which compressed entries each token sees; behind `open_hot`, as numbered there. ``scores_at_once``: the
+    most scores of index keys that exist at a time in this step."""
 
     operation = DECODE_ENTRIES
     view: EntryView
+    scores_at_once: int
     _inputs: AttentionInputs
     _all: torch.Tensor | None
     _hot: HotEntries | None
@@ -93,20 +105,22 @@ class EntriesBackend(_Backend):
         super().__init__(spec, page_size, device)
         if spec.hot_slots:
             self.most_drafts = max(0, min(MAX_DRAFTS, spec.hot_tokens - 1))
+            self.supports_dynamic_lengths = False  # pages of prompts are staged by lengths that the host knows
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
         ratio, longest = self.spec.compress_ratio, inputs.max_kv_len // self.spec.compress_ratio
         self._inputs, self._all, self._hot = inputs, None, None
+        self.scores_at_once = SCORES_CAPTURED if inputs.has_dynamic_lengths else SCORES_AT_ONCE
         if has_decodes_alone(inputs):
             requests, visible = self._decode(inputs.kv_lens, ratio=ratio)
             self.view = EntryView(inputs.page_table, requests, visible, longest, inputs.num_decodes, [])
             return
         requests, positions = self.locate(inputs)
         starts = 0
-        prefills = []
+        prefills: list[tuple[int, int, int, int]] | None = None if inputs.has_dynamic_lengths else []
         for request, (length, end) in enumerate(zip(inputs.query_lens_cpu, inputs.kv_lens_cpu, strict=True)):
-            if request >= inputs.num_decodes:
+            if request >= inputs.num_decodes and prefills is not None:
                 prefills.append((request, starts, length, end // ratio))
             starts += length
         # causal: a token sees the windows whose last token is not after it, its own window if it is that last token
@@ -135,11 +149,13 @@ class EntriesBackend(_Backend):
 
 class StateBackend(_Backend):
     """``windows``: those that end in this step. ``rows`` [T] int64: where each token's projections are stored, a row of
-    the null page for tokens that no later step needs. Drafts are verified where rings have room for wrong ones."""
+    the null page for tokens that no later step needs. ``stores``: some tokens with their rows, to be stored before
+    windows are pooled, and some to be stored behind. Drafts are verified where rings have room for wrong ones."""
 
     operation = DECODE_STATE
     windows: Windows
     rows: torch.Tensor
+    stores: tuple[tuple[slice, torch.Tensor], tuple[slice, torch.Tensor]]
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         super().__init__(spec, page_size, device)
@@ -153,6 +169,7 @@ class StateBackend(_Backend):
                 inputs.page_table, inputs.kv_lens, ratio=ratio, block=BLOCK, ring=ring, per_page=self.per_page
             )
             self.windows = Windows(requests, numbers, inputs.query_start, inputs.kv_lens)
+            self._divide_stores(inputs.num_decodes)
             return
         requests, positions = self.locate(inputs)
         self.windows = self._find_windows(inputs, ratio)
@@ -162,17 +179,32 @@ class StateBackend(_Backend):
         rows = find_slots(
             inputs.page_table, requests, positions // BLOCK * ring + positions % ring, self.per_page
         )
-        self.rows = rows.masked_fill_(positions < stop - ring, 0)
+        self.rows = rows.masked_fill_((positions < stop - ring) | (positions < 0), 0)
+        if inputs.has_dynamic_lengths:
+            is_decode = (inputs.query_start.diff() == 1).index_select(0, requests)
+            whole = slice(0, inputs.num_tokens)
+            self.stores = (whole, self.rows.masked_fill(~is_decode, 0)), (whole, self.rows.masked_fill(is_decode, 0))
+        else:
+            self._divide_stores(inputs.num_decodes)
+
+    def _divide_stores(self, num_decodes: int) -> None:
+        # Decodes are stored before windows are pooled: the window of one that verifies drafts has tokens of this step
+        # that other decodes have. Chunks are stored behind: they may overwrite rows that their first window reads.
+        few, behind = slice(0, num_decodes), slice(num_decodes, len(self.rows))
+        self.stores = (few, self.rows[few]), (behind, self.rows[behind])
 
     def _find_windows(self, inputs: AttentionInputs, ratio: int) -> Windows:
-        # Of L tokens at most L // ratio + 1 end a window. The host's lengths give the number of candidates, the
-        # device's lengths the windows; candidates that are none get the number -1.
+        # Of L tokens at most L // ratio + 1 end a window. The host's lengths, or the most that all requests may have,
+        # give the number of candidates, the device's lengths the windows; candidates that are none get the number -1.
         ends, lengths = inputs.kv_lens.long(), inputs.query_start.diff().long()
         firsts = torch.div(ends - lengths, ratio, rounding_mode="floor")
         room = torch.div(lengths, ratio, rounding_mode="floor") + 1
         until = room.cumsum(0)
-        candidates = torch.arange(sum(length // ratio + 1 for length in inputs.query_lens_cpu), device=self.device)
-        requests = torch.searchsorted(until, candidates, right=True)
+        count = sum(length // ratio + 1 for length in inputs.query_lens_cpu)
+        if inputs.has_dynamic_lengths:
+            count = inputs.num_tokens // ratio + inputs.num_requests
+        candidates = torch.arange(count, device=self.device)
+        requests = torch.searchsorted(until, candidates, right=True).clamp_(max=inputs.num_requests - 1)
         numbers = (firsts + room - until).index_select(0, requests) + candidates
         ended = torch.div(ends, ratio, rounding_mode="floor").index_select(0, requests)
         return Windows(requests, numbers.masked_fill(numbers >= ended, -1), inputs.query_start, inputs.kv_lens)

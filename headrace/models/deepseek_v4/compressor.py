@@ -51,11 +51,10 @@ class Compressor(nn.Module):
 
     def pool(self, pool: Pool, batch: ForwardBatch) -> None:
         """Store the state and write the entries of any step."""
-        # Decodes are stored before windows are pooled: the window of one that verifies drafts has tokens of this step
-        # that other decodes have. Chunks are stored behind: they may overwrite rows that their first window reads.
-        few = self.state.step(batch).inputs.num_decodes
-        self._store(pool.projected[:few], pool.state, pool.rows[:few])
+        backend: StateBackend = self.state.backend(batch)
+        (before, rows), (behind, later) = backend.stores
+        self._store(pool.projected[before], pool.state, rows)
         self._compress[self.entries.is_packed](
             pool.projected, pool.windows, pool.state, pool.pooling, pool.norm, pool.entries
         )
-        self._store(pool.projected[few:], pool.state, pool.rows[few:])
+        self._store(pool.projected[behind], pool.state, later)

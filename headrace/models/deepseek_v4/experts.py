@@ -20,6 +20,7 @@ from headrace.layers.moe.layer import Router
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.quantization.storage import count_elements
 from headrace.layers.spec import RoutingSpec
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 from headrace.parallel.share import Share
@@ -89,6 +90,12 @@ class V4Moe(nn.Module):
         self._takes_part = ranks.num_replicas > 1
         self._nothing = torch.empty(0, spec.hidden_size, dtype=build.dtype, device=build.device)
         self._top_k = routing.top_k
+        own = 3 * spec.hidden_size * size.length * experts.length  # weights of this rank's experts: gate, up and down
+        self._num_needed = own * routing.top_k // routing.num_experts
+
+    def count_idle(self) -> int:
+        """See `headrace.layers.moe.contract.Mixture`."""
+        return count_elements(self.experts) - self._num_needed
 
     @property
     def is_capturable(self) -> bool:

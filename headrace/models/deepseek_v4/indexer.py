@@ -13,7 +13,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.backends import EntriesBackend
 from headrace.models.deepseek_v4.compressor import Compressor
-from headrace.models.deepseek_v4.layout import OVERLAPPING, SCORES_AT_ONCE
+from headrace.models.deepseek_v4.layout import OVERLAPPING
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec
 
 
@@ -47,7 +47,7 @@ class Indexer(nn.Module):
         q = self.q(latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         queries = Queries(q, batch.positions, self.rotary.cos_sin, 0.0)
         scale = (self.spec.head_dim * self.spec.num_heads) ** -0.5
-        chosen, tile = [], max(1, SCORES_AT_ONCE // longest)
+        chosen, tile = [], max(1, own.scores_at_once // longest)
         for low in range(0, len(q), tile):
             tokens = slice(low, min(low + tile, len(q)))
             scores = self._score[place.is_packed](

@@ -29,6 +29,8 @@ largest ratio, so that a block holds whole windows of both kinds."""
 FP8 = "float8_e4m3fn"
 SCORES_AT_ONCE = 2**28
 """Most scores of index keys that exist at a time: 1 GiB."""
+SCORES_CAPTURED = 2**26
+"""The same in captured steps with prefill, which have a column for each entry of the longest context."""
 
 
 def packed_value_bytes(head_dim: int) -> int:
