@@ -10,6 +10,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -42,10 +43,12 @@ def vectors(per_page: int, pages: int) -> Slots:
     return slots
 
 
-def keys(pages: int) -> Slots:
-    """Pages of 64 random index keys."""
-    raw = torch.zeros(pages, 8448, dtype=torch.uint8, device="cuda")
-    slots = Slots(raw[:, :8192].unflatten(1, (64, 128)), raw[:, 8192:].unflatten(1, (64, 4)))
+def keys(pages: int, is_narrow: bool = False) -> Slots:
+    """Pages of 64 random index keys, in 8 bits or in MXFP4."""
+    width = 64 if is_narrow else 128
+    raw = torch.zeros(pages, 64 * (width + 4), dtype=torch.uint8, device="cuda")
+    values, scales = raw[:, : 64 * width].unflatten(1, (64, width)), raw[:, 64 * width :].unflatten(1, (64, 4))
+    slots = Slots(values, scales.view(torch.float8_e8m0fnu) if is_narrow else scales)
     slots.write(torch.arange(64, 64 * pages, device="cuda"), randn(64 * (pages - 1), 128))
     return slots
 
@@ -109,8 +112,9 @@ def index_cases() -> Iterator[Case]:
     from headrace.kernels.sparse_attention import few_scores, indexer, reference, selection
 
     cos_sin = angles(9000)
-    for tokens, entries in ((1, 2048), (1, 32768), (1, 262144), (64, 2048), (1024, 2048)):
-        pool = keys(entries // 64 + 1)
+    sizes = ((1, 2048), (1, 32768), (1, 262144), (64, 2048), (1024, 2048), (8192, 2048))
+    for (tokens, entries), is_narrow in product(sizes, (False, True)):
+        pool, key_bytes = keys(entries // 64 + 1, is_narrow), 68.0 if is_narrow else 132.0
         decodes = tokens if tokens <= 64 else 0
         table = torch.arange(1, entries // 64 + 1, device="cuda", dtype=torch.int32)
         view = EntryView(
@@ -123,7 +127,8 @@ def index_cases() -> Iterator[Case]:
         weights, whole = torch.rand(tokens, 64, device="cuda"), slice(0, tokens)
         scores = reference.index_scores(queries, weights, pool, view, scale=0.01, top_k=512, tokens=whole)
         yield (
-            f"index_scores T{tokens} N{entries}", entries * 132.0 * max(1, decodes) + 4.0 * tokens * entries,
+            f"index_scores T{tokens} N{entries}{' in MXFP4' * is_narrow}",
+            entries * key_bytes * max(1, decodes) + 4.0 * tokens * entries,
             2.0 * tokens * 64 * entries * 128,
             {
                 n: partial(m.index_scores, queries, weights, pool, view, scale=0.01, top_k=512, tokens=whole)
@@ -131,6 +136,8 @@ def index_cases() -> Iterator[Case]:
             },
             lambda result: result,
         )
+        if is_narrow:
+            continue
         yield (
             f"select_entries T{tokens} N{entries}", 4.0 * tokens * entries, 0.0,
             {

@@ -85,6 +85,10 @@ STORAGE_HOST_GB = 2.0
 """Host memory in GiB for prefixes that pass through it on their way to storage, where the user does not say."""
 
 
+NARROW_KEYS = "fp8_fp4"
+"""The ``kv_dtype`` of caches in 8 bits with the keys by which an indexer selects entries in MXFP4."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(Section):
     """KV memory and the prefix cache."""
@@ -98,8 +102,8 @@ class CacheConfig(Section):
     kv_dtype: str = option(
         "auto",
         "dtype of cached keys and values: auto (the model's), float32, bfloat16, float16; in half the memory of "
-        "bfloat16 int8 (CPU) and fp8 (GPU; also fp8_e4m3, float8_e4m3fn)",
-        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "float8_e4m3fn"),
+        "bfloat16 int8 (CPU) and fp8 (GPU; also fp8_e4m3, float8_e4m3fn); fp8_fp4: fp8, and an indexer's keys in MXFP4",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "float8_e4m3fn", NARROW_KEYS),
         alias="kv-cache-dtype", metavar="DTYPE"
     )
     memory_fraction: float = option(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from headrace.base import env
+from headrace.base.config import NARROW_KEYS
 from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
 from headrace.base.parallel import ParallelConfig
@@ -74,7 +75,7 @@ def resolve_dtype(name: str, config: dict[str, Any], device: torch.device) -> to
     return torch.bfloat16 if dtype == torch.bfloat16 and has_fast_bfloat16() else torch.float32
 
 
-KV_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+KV_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", NARROW_KEYS: "float8_e4m3fn"}
 """Other names of dtypes of keys and values."""
 
 

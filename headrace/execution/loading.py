@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headrace.base.cache import CacheGroup, CacheSpec, group_layers
-from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
+from headrace.base.config import LEAST_CONTEXT, NARROW_KEYS, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.quantization import AS_PLAIN, AS_STORED, GROUPED, GROUPED_METHODS
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
@@ -172,6 +172,8 @@ def load_model(
     kv_dtype = str(resolved).removeprefix("torch.")
     if config.speculation.options.method != "off":
         family = family.verifying(spec)
+    if config.cache.kv_dtype == NARROW_KEYS:
+        family = family.narrowing(spec)
     if config.cache.hot_slots:
         family = family.hosting(spec, config.cache.hot_slots)
     specs = family.cache_specs(spec, kv_dtype)

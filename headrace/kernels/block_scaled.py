@@ -34,12 +34,14 @@ def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return values.mul_(powers_of_two(dtype, codes.device)[scales.int()].unsqueeze(-1)).flatten(-2)
 
 
-def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_mxfp4(x: torch.Tensor, most_apart: int = 254) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., I] to codes and scales as above. A scale is the least power of two by which every value of its block, and
-    at least 1e-4, fits; values become the nearest code, a tie the one nearer to 0, and never minus zero. Computed in
-    float32."""
+    at least 1e-4, fits, or ``2 ** -most_apart`` times the largest scale of its row, if that is more; values become the
+    nearest code, a tie the one nearer to 0, and never minus zero. Computed in float32."""
     blocks = x.float().unflatten(-1, (-1, MXFP4_BLOCK))
     scales = ceil_power_of_two(blocks.abs().amax(-1).clamp_(min=LEAST_AMAX) / MAGNITUDES[-1])
+    least = scales.amax(-1, keepdim=True).clamp(min=most_apart) - most_apart  # a byte, which may not go below 0
+    scales = torch.maximum(scales, least)
     scaled = blocks / power_of_two(scales).unsqueeze(-1)
     # right=False: a value on a midpoint takes the lower code, nearer to 0
     codes = torch.bucketize(scaled.abs(), torch.tensor(HALFWAY, device=x.device))

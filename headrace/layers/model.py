@@ -4,7 +4,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,11 @@ def number_layers(layers: Sequence[nn.Module], first: int) -> nn.ModuleList:
     return numbered
 
 
+def keep_caches(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
+    """The same: of models whose caches have no other form."""
+    return specs
+
+
 class ServedModel(StorableModel):
     """Base class of every model. A family names its class as ``"module:Class"``; it is built as ``Class(spec, names,
     build)``, which creates every parameter uninitialised on the device of ``build``, most of them in its dtype. Then
@@ -49,7 +54,8 @@ class ServedModel(StorableModel):
     classifier, [S, D] to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader
     of a pooling model. ``adapters``: its banks, set by the loader where adapters are served. ``layer_kinds``: for each
     of ``layers``, what its kernels depend on, where layers return nothing but change what they are called with; else
-    empty.
+    empty. ``narrow_keys`` turns the family's cache specs in 8 bits into those with an indexer's keys in MXFP4; without
+    such keys they stay as they are.
     """
 
     is_capturable: bool = True
@@ -59,6 +65,7 @@ class ServedModel(StorableModel):
     prediction: ClassVar[str] = ""
     supports_stages: bool = False
     carried_width: int = 0
+    narrow_keys: ClassVar[Callable[[list[CacheSpec | None]], list[CacheSpec | None]]] = staticmethod(keep_caches)
     media: MediaModel | None = None
 
     def __init__(self) -> None:

@@ -93,6 +93,23 @@ class Family:
 
         return replace(self, cache_specs=cache_specs)
 
+    def narrowing(self, spec: Any) -> Family:
+        """The family with an indexer's keys in MXFP4. Calls of ``cache_specs`` raise `ConfigError` where the model
+        cannot."""
+        narrow = self.model_class(spec).narrow_keys
+
+        def cache_specs(spec: Any, kv_dtype: str) -> list[CacheSpec | None]:
+            usual = self.cache_specs(spec, kv_dtype)
+            narrowed = list(narrow(usual))
+            if narrowed == usual:
+                raise ConfigError(
+                    f"kv_dtype fp8_fp4 is for models whose indexer keeps keys in 8 bits, and this {self.name} model "
+                    "has none: take fp8", param="kv_dtype"
+                )
+            return narrowed
+
+        return replace(self, cache_specs=cache_specs)
+
     def hosting(self, spec: Any, hot_slots: int) -> Family:
         """The family where the device keeps that many entries of each request, and host memory the others. Calls of
         ``cache_specs`` raise `ConfigError` where the model cannot."""

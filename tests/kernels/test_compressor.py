@@ -48,6 +48,7 @@ def make_step(device: str, ratio: int, width: int) -> tuple[torch.Tensor, Window
 @pytest.mark.parametrize("device", RUNS)
 @pytest.mark.parametrize(("kind", "head_dim", "rotary_dim"), [
     ("plain", 64, 16), ("vectors", 128, 64), ("vectors", 512, 64), ("keys", 128, 64), ("keys", 64, 32),
+    ("narrow keys", 128, 64), ("narrow keys", 64, 32),
 ])
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_triton_pools_what_plain_torch_pools(ratio: int, kind: str, head_dim: int, rotary_dim: int, device: str):

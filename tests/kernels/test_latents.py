@@ -20,11 +20,14 @@ def make_slots(
     """Pages with padding behind, each byte 0xAB."""
     if kind == "plain":
         return Slots(torch.full((pages, per_page, head_dim), 7.0, dtype=dtype, device=device))
-    value, scale = (head_dim + 64, 8) if kind == "vectors" else (head_dim, 4)
+    value, scale = {
+        "vectors": (head_dim + 64, 8), "keys": (head_dim, 4), "narrow keys": (head_dim // 2, head_dim // 32)
+    }[kind]
     raw = torch.full((pages, per_page * (value + scale) + 64), 0xAB, dtype=torch.uint8, device=device)
+    scales = raw[:, per_page * value : per_page * (value + scale)].unflatten(1, (per_page, scale))
     return Slots(
         raw[:, : per_page * value].unflatten(1, (per_page, value)),
-        raw[:, per_page * value : per_page * (value + scale)].unflatten(1, (per_page, scale)),
+        scales.view(torch.float8_e8m0fnu) if kind == "narrow keys" else scales,
     )
 
 
@@ -35,8 +38,11 @@ def copy(slots: Slots) -> Slots:
     base = slots.values._base
     assert base is not None
     twin = base.clone()
-    parts = (slots.values, slots.scales)
-    return Slots(*(torch.as_strided(twin, part.shape, part.stride(), part.storage_offset()) for part in parts))
+    values, scales = (
+        torch.as_strided(twin, part.shape, part.stride(), part.storage_offset())
+        for part in (slots.values, slots.scales.view(torch.uint8))
+    )
+    return Slots(values, scales.view(slots.scales.dtype))
 
 
 def packing_error(device: str) -> float:

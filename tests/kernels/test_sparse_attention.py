@@ -194,7 +194,9 @@ def make_view(device: str, lengths: list[int], chunks: list[int], per_page: int)
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize(("kind", "num_heads", "dim", "rotary_dim"), [("plain", 5, 64, 32), ("keys", 64, 128, 64)])
+@pytest.mark.parametrize(("kind", "num_heads", "dim", "rotary_dim"), [
+    ("plain", 5, 64, 32), ("keys", 64, 128, 64), ("narrow keys", 64, 128, 64), ("narrow keys", 5, 64, 32),
+])
 def test_scores(
     kind: str, num_heads: int, dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float,
     monkeypatch: pytest.MonkeyPatch
@@ -230,9 +232,10 @@ def test_scores(
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("kind", ["keys", "narrow keys"])
 @pytest.mark.parametrize("num_heads", [64, 5])
 def test_scores_of_pairs(
-    num_heads: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    num_heads: int, kind: str, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ):
     """Tokens of a prompt two at a time: neighbours of two requests, an odd one, some that need no scores."""
     pytest.importorskip("triton")
@@ -241,7 +244,7 @@ def test_scores_of_pairs(
     monkeypatch.setattr(paired_scores, "LEAST_TOKENS", 1)
     view = make_view(device, [129, 22, 200, 64], [3, 5, 4, 1], 64)
     generator = torch.Generator().manual_seed(1)
-    keys = make_slots("keys", 128, device, pages=int(view.page_table.max()) + 1, per_page=64, dtype=dtype)
+    keys = make_slots(kind, 128, device, pages=int(view.page_table.max()) + 1, per_page=64, dtype=dtype)
     every = torch.arange(64, keys.values.shape[0] * 64, device=device)
     keys.write(every, torch.randn(len(every), 128, generator=generator).to(device, dtype))
     norm = make_norm(128, 64, device, dtype)

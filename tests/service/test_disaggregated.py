@@ -119,15 +119,15 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Side]]:
         yield make
 
 
-@pytest.mark.parametrize("name", [*tiers.SMALL, "DeepseekV4"])
+@pytest.mark.parametrize("name", [*tiers.SMALL, *tiers.V4])
 def test_two_engines_give_the_tokens_of_one(name: str, tmp_path: Path, start):
     folder, options, prompts = tiers.save(name, tmp_path)
-    options = {**options, "max_step_tokens": 16 if name != "DeepseekV4" else 256}  # several chunks
+    options = {**options, "max_step_tokens": 256 if name in tiers.V4 else 16}  # several chunks
     one = start(folder, options)
     for i, prompt in enumerate(prompts):
         one.submit(f"r{i}", prompt)
     run_until([one], lambda: all(map(one.is_done, one.outputs)))
-    hot = {"hot_slots": 16} if name == "DeepseekV4" else {}  # there pages come straight to host memory
+    hot = {"hot_slots": 16} if name in tiers.V4 else {}  # there pages come straight to host memory
     prefill, decode = start(folder, options, "prefill"), start(folder, {**options, **hot}, "decode")
     for turn in ("first", "again"):  # again: the prefix caches of both sides have the prompts
         for i, prompt in enumerate(prompts):

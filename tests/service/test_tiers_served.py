@@ -25,15 +25,21 @@ from headrace.service.engine import Engine
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 GB = 0.02
 SMALL: dict[str, dict[str, Any]] = {"Llama": {}, **families.CASES}
+V4: dict[str, dict[str, Any]] = {
+    "DeepseekV4": {}, "DeepseekV4 with narrow keys": {"kv_dtype": "fp8_fp4"},
+}
+"""Options of models that are not `SMALL`."""
 
 
 def save(name: str, folder: Path) -> tuple[str, dict[str, Any], list[list[int]]]:
     """A saved model, options with a cache that holds one long prompt at a time, and prompts."""
-    if name == "DeepseekV4":
-        v4.make_model().save_pretrained(folder)
+    if name in V4:
+        narrow = V4[name]
+        widths = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64} if narrow else {}
+        v4.make_model(**widths).save_pretrained(folder)
         draw = random.Random(3)
         prompts = [[draw.randrange(1, v4.VOCAB) for _ in range(length)] for length in (700, 520, 515, 769)]
-        return str(folder), {**v4.BASE, "kv_pages": 6}, prompts
+        return str(folder), {**v4.BASE, "kv_pages": 6, **narrow}, prompts
     families.GPU_CASES.setdefault(name, SMALL[name])
     families.make_model(name).save_pretrained(folder)
     return str(folder), {**families.BASE, "kv_pages": 12, "max_model_len": 80}, families.make_prompts()
@@ -45,7 +51,7 @@ def run(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
     return [output.outputs[0].token_ids for output in outputs], sum(o.num_cached_tokens for o in outputs)
 
 
-@pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
+@pytest.mark.parametrize("name", [*SMALL, *V4])
 def test_the_host_changes_no_token_and_saves_prefills(name: str, tmp_path: Path):
     folder, options, prompts = save(name, tmp_path)
     with LLM(folder, skip_tokenizer=True, prefix_cache=False, **options) as llm:
@@ -62,7 +68,7 @@ def test_the_host_changes_no_token_and_saves_prefills(name: str, tmp_path: Path)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
+@pytest.mark.parametrize("name", [*SMALL, *V4])
 def test_a_gpu_changes_no_token_either(name: str, tmp_path: Path):
     folder, options, prompts = save(name, tmp_path)
     options |= {"device": "cuda"}
@@ -95,7 +101,7 @@ def test_two_ranks_move_their_parts_of_a_page_together(tmp_path: Path):
     assert stats.tiers.storage.read_pages_total > 0
 
 
-@pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
+@pytest.mark.parametrize("name", [*SMALL, *V4])
 def test_a_restarted_engine_finds_its_prefixes_on_disk(name: str, tmp_path: Path):
     folder, options, prompts = save(name, tmp_path / "model")
     options |= {"host_cache_gb": GB, "disk_cache": str(tmp_path / "cache"), "disk_cache_gb": 0.1}
@@ -267,7 +273,7 @@ class Store:
 """
 
 
-@pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
+@pytest.mark.parametrize("name", [*SMALL, *V4])
 def test_a_plug_in_is_a_remote_store(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     site = tmp_path / "site"
     (site / "page_shelf-1.0.dist-info").mkdir(parents=True)

@@ -7,7 +7,10 @@
 // the columns of the right one. Which dims a thread holds does not matter as long as both operands agree: it has 32
 // neighbours of each of its keys, so that it reads them as they lie.
 //
-// Compiled by NVRTC. -DHEADS, a multiple of 8.
+// With NARROW keys are in MXFP4. A thread's 32 dims are one block then, whose codes it widens to e4m3 by a table of eight
+// in two registers: the exponents of its block, so far below the key's largest as the scales are apart.
+//
+// Compiled by NVRTC. -DHEADS, a multiple of 8; -DNARROW, 0 or 1.
 
 #include "numbers.cuh"
 
@@ -23,18 +26,35 @@ struct Call {
   const int64 *requests;   // [T]
   const int64 *visible;    // [T]
   const int *table;        // [R, table_width]
-  const char *keys;        // e4m3
-  const float *scales;
+  const char *keys;        // e4m3, or pairs of e2m1
+  const char *scales;      // a float32 for each key, or four bytes of e8m0
   float *scores;           // [n, columns]
   uint64 weights_stride, table_width, page_bytes;
   int slot_bytes, per_page, first_token, columns, top_k, rotated, is_half, parts;  // parts: blocks of a token
   float scale;
 };
 
-struct Keys {  // a thread's parts of two keys
-  uint4 codes[2][2];
-  float scales[2];
+struct Keys {  // a thread's parts of two keys, as they lie
+  uint4 codes[2][2 - NARROW];
+  uint32 scales[2];
 };
+
+// A word of eight e2m1 codes to two words of four e4m3 each; `low` and `high` are the table of sizes.
+__device__ __forceinline__ void widen_codes(uint32 word, uint32 low, uint32 high, uint32 &first, uint32 &second) {
+  const uint32 sizes = word & 0x77777777u, signs = word >> 1 & 0x44444444u;
+  first = __byte_perm(low, high, sizes & 0xffff) | __byte_perm(0, 0x80808080u, signs & 0xffff);
+  second = __byte_perm(low, high, sizes >> 16) | __byte_perm(0, 0x80808080u, signs >> 16);
+}
+
+// A thread's block of a key, which is the `block`-th, to 32 values in e4m3, and the key's scale.
+__device__ __forceinline__ float widen_block(const uint4 &codes, uint32 scales, int block, uint32 (&out)[8]) {
+  const uint32 largest = max(max(scales & 255, scales >> 8 & 255), max(scales >> 16 & 255, scales >> 24));
+  const uint32 exponent = 12 + (scales >> 8 * block & 255) - largest;  // of 0.5, which is 32 under the largest scale
+  const uint32 low = 0x0c080000u + exponent * 0x08080800u, high = 0x1c181410u + exponent * 0x08080808u;
+  widen_codes(codes.x, low, high, out[0], out[1]), widen_codes(codes.y, low, high, out[2], out[3]);
+  widen_codes(codes.z, low, high, out[4], out[5]), widen_codes(codes.w, low, high, out[6], out[7]);
+  return __uint_as_float((largest - 6) << 23);
+}
 
 __device__ __forceinline__ void load_keys(const Call &call, const int *pages, Keys &keys, int first, int visible) {
   const int lane = threadIdx.x % 32;
@@ -43,9 +63,11 @@ __device__ __forceinline__ void load_keys(const Call &call, const int *pages, Ke
     // behind the last key: the last, whose score is not stored again
     const uint32 number = min(first + lane / 4 + 8 * i, visible - 1), at = number % uint32(call.per_page);
     const uint64 page = pages[number / uint32(call.per_page)];
-    const uint4 *from = (const uint4 *)(call.keys + page * call.page_bytes + at * call.slot_bytes + lane % 4 * 32);
-    keys.codes[i][0] = from[0], keys.codes[i][1] = from[1];
-    keys.scales[i] = call.scales[page * (call.page_bytes / 4) + at];
+    const int part = lane % 4 * (NARROW ? 16 : 32);
+    const uint4 *from = (const uint4 *)(call.keys + page * call.page_bytes + at * call.slot_bytes + part);
+#pragma unroll
+    for (int k = 0; k < 2 - NARROW; k++) keys.codes[i][k] = from[k];
+    keys.scales[i] = *(const uint32 *)(call.scales + page * call.page_bytes + at * 4);
   }
 }
 
@@ -133,7 +155,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) index_scores(const __grid_
   __syncthreads();
   for (int first = part * KEYS; first < visible;) {
     float sums[2] = {0.f, 0.f};
+#if NARROW
+    uint32 a[2][8];
+    const float scales[2] = {
+        widen_block(keys.codes[0][0], keys.scales[0], lane % 4, a[0]),
+        widen_block(keys.codes[1][0], keys.scales[1], lane % 4, a[1])
+    };
+#else
     const uint32 *a[2] = {(const uint32 *)keys.codes[0], (const uint32 *)keys.codes[1]};
+    const float scales[2] = {__uint_as_float(keys.scales[0]), __uint_as_float(keys.scales[1])};
+#endif
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       const uint4 *from = (const uint4 *)(codes + (tile * 8 + lane / 4) * PITCH + lane % 4 * 32);
@@ -149,7 +180,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) index_scores(const __grid_
         sums[i] += fmaxf(hits[2 * i], 0.f) * factor.x + fmaxf(hits[2 * i + 1], 0.f) * factor.y;
     }
     const int number = first + warp * 16 + lane / 4;
-    const float scales[2] = {keys.scales[0], keys.scales[1]};
     first += parts * KEYS;
     if (first < visible) load_keys(call, pages, keys, first + warp * 16, visible);
 #pragma unroll

@@ -23,6 +23,9 @@ SCALE_BYTES = 8
 """Per packed slot: one e8m0 byte per group of plain dims (7 of the 448 plain dims of head dim 512), padded to 8."""
 KEY_SCALE_BYTES = 4
 """Per packed index key: one float32 scale."""
+MOST_APART = 11
+"""Of a packed index key in MXFP4 no scale is less than so many powers of two below the key's largest, so that its
+values are e4m3 numbers times one power of two: 6 times the largest scale becomes 384, 0.5 times the least 2 ** -6."""
 
 
 class LatentNorm(NamedTuple):

@@ -1,7 +1,8 @@
 """`Slots`: latents in plain or packed pages, read and written by slot number; the packing in plain torch.
 
 A packed vector is N values in e4m3 with a power of two (e8m0) for each `GROUP`, and R in bfloat16. A packed index key
-is E values in e4m3 with one float32 scale. Values and scales of a slot lie apart.
+is E values in e4m3 with one float32 scale, or in MXFP4: two to a byte, with a power of two for each 32. Values and
+scales of a slot lie apart.
 """
 
 from __future__ import annotations
@@ -10,14 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.block_scaled import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
-from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, ROTATED, SCALE_BYTES
+from headrace.kernels.block_scaled import (
+    LARGEST,
+    LEAST_AMAX,
+    dequantise_mxfp4,
+    power_of_two,
+    quantise_groups,
+    quantise_mxfp4,
+)
+from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, MOST_APART, ROTATED, SCALE_BYTES
 
 
 @dataclass(frozen=True)
 class Slots:
-    """``values`` [P, S, E] holds the vectors themselves if ``scales`` is None; else both are uint8, [P, S, bytes],
-    strided, and what is packed follows from the number of bytes of a slot's scales."""
+    """``values`` [P, S, E] holds the vectors themselves if ``scales`` is None; else both are bytes, [P, S, bytes],
+    strided, and what is packed follows from the scales: index keys in MXFP4 have float8_e8m0fnu, others uint8 and
+    another number of them than vectors."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
@@ -30,7 +39,12 @@ class Slots:
     @property
     def holds_keys(self) -> bool:
         """Whether these are packed index keys."""
-        return self.scales is not None and self.scales.shape[-1] == KEY_SCALE_BYTES
+        return self.scales is not None and (self.scales.shape[-1] == KEY_SCALE_BYTES or self.is_mxfp4)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether these are index keys in MXFP4."""
+        return self.scales is not None and self.scales.dtype == torch.float8_e8m0fnu
 
     def write(self, numbers: torch.Tensor, x: torch.Tensor) -> None:
         """Write ``x`` [n, E] to the slots of ``numbers`` [n] int64. Only slots of the null page may occur twice: which
@@ -39,8 +53,8 @@ class Slots:
         if self.scales is None:
             self.values.index_put_(place, x.to(self.values.dtype))
             return
-        parts = pack_keys(x) if self.holds_keys else pack_vectors(x)
-        for stored, part in zip((self.values, self.scales), parts, strict=True):
+        pack = pack_narrow_keys if self.is_mxfp4 else pack_keys if self.holds_keys else pack_vectors
+        for stored, part in zip((self.values, self.scales.view(torch.uint8)), pack(x), strict=True):
             stored.index_put_(place, part)
 
     def gather(self, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -48,8 +62,8 @@ class Slots:
         place = (numbers // self.per_page, numbers % self.per_page)
         if self.scales is None:
             return self.values[place].to(dtype)
-        unpack = unpack_keys if self.holds_keys else unpack_vectors
-        return unpack(self.values[place], self.scales[place]).to(dtype)
+        unpack = unpack_narrow_keys if self.is_mxfp4 else unpack_keys if self.holds_keys else unpack_vectors
+        return unpack(self.values[place], self.scales.view(torch.uint8)[place]).to(dtype)
 
 
 def find_slots(page_table: torch.Tensor, requests: torch.Tensor, numbers: torch.Tensor, per_page: int) -> torch.Tensor:
@@ -84,3 +98,14 @@ def pack_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def unpack_keys(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Back to float32 [..., E]."""
     return codes.contiguous().view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
+
+
+def pack_narrow_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., E] to MXFP4: codes [..., E / 2] and scales [..., E / 32], uint8, none of them more than `MOST_APART` powers
+    of two below the key's largest."""
+    return quantise_mxfp4(x, MOST_APART)
+
+
+def unpack_narrow_keys(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Back to float32 [..., E]."""
+    return dequantise_mxfp4(codes, scales, torch.float32)

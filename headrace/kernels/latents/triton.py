@@ -9,23 +9,29 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES
+from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, MOST_APART
 from headrace.kernels.latents.slots import Slots
 
-PLAIN, VECTORS, KEYS = 0, 1, 2
+PLAIN, VECTORS, KEYS, NARROW_KEYS = 0, 1, 2, 3
 """How slots hold a vector: as it is; packed with a scale per `GROUP`; packed with one scale, turned by a Hadamard
-matrix."""
+matrix; turned, too, and packed in MXFP4."""
+
+NARROW_BLOCK = tl.constexpr(32)
+APART = tl.constexpr(MOST_APART)
 
 LEAST_AMAX = tl.constexpr(1e-4)
 LARGEST = tl.constexpr(448.0)
 
 
 def slot_arguments(slots: Slots) -> dict[str, Any]:
-    """Of a kernel that reads or writes slots: the same bytes as ``codes`` (e4m3, or the vectors themselves), ``wide``
-    (bfloat16) and ``scales``, and the distance of pages and of slots, counted in elements of ``codes``."""
+    """Of a kernel that reads or writes slots: the same bytes as ``codes`` (e4m3, pairs of e2m1, or the vectors
+    themselves), ``wide`` (bfloat16) and ``scales``, and the distance of pages and of slots, counted in elements of
+    ``codes``."""
     values, scales = slots.values, slots.scales
     if scales is None:
         views, how = (values, values, values), PLAIN
+    elif slots.is_mxfp4:
+        views, how = (values, values, scales.view(torch.uint8)), NARROW_KEYS
     elif slots.holds_keys:
         # float32 scales as they are; keys have no part in bfloat16
         views, how = (values.view(torch.float8_e4m3fn), values, scales.view(torch.float32)), KEYS
@@ -71,6 +77,47 @@ def hadamard_signs(E: tl.constexpr):
 
 
 @triton.jit
+def pack_narrow(x, E: tl.constexpr):
+    """``x`` [E] float32 to MXFP4: bytes [E / 2] of two codes each, scale bytes [E / 32]; as
+    `slots.pack_narrow_keys`."""
+    x = tl.reshape(x, [E // NARROW_BLOCK, NARROW_BLOCK])
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST_AMAX)
+    bits = tl.div_rn(amax, amax * 0.0 + 6.0).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # the least power of two by which all fit
+    exponent = tl.maximum(exponent, tl.max(exponent, axis=0) - APART)
+    scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    size = tl.abs(scaled)
+    # behind the midpoints of 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    code = (size > 0.25).to(tl.int32) + (size > 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size > 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size > 3.5).to(tl.int32)
+    code += (size > 5.0).to(tl.int32)
+    code |= ((scaled < 0) & (code > 0)).to(tl.int32) << 3
+    low, high = tl.split(tl.reshape(code, [E // 2, 2]))
+    return (low | (high << 4)).to(tl.uint8), exponent.to(tl.uint8)
+
+
+@triton.jit
+def _widen_codes(code, exponent):
+    """e2m1 codes to bits of e4m3, of which ``exponent`` is the field of 0.5."""
+    size = code & 7
+    bits = ((exponent + (size >> 1)) << 3) | tl.where(size > 1, (size & 1) << 2, 0)
+    return tl.where(size > 0, bits, 0) | ((code & 8) << 4)
+
+
+@triton.jit
+def widen_narrow(codes, scales, E: tl.constexpr):
+    """MXFP4 keys, bytes [n, E / 32, 16] and [n, E / 32], to e4m3 [n, E] and a scale for each key, float32 [n]: exactly,
+    see `headrace.kernels.latents.MOST_APART`."""
+    scales = scales.to(tl.int32)
+    largest = tl.max(scales, axis=1)
+    exponent = (scales - largest[:, None] + 12)[:, :, None]  # 0.5 * 2 ** 6 is 2 ** (12 - 7)
+    codes = codes.to(tl.int32)
+    bits = tl.join(_widen_codes(codes & 15, exponent), _widen_codes(codes >> 4, exponent))
+    keys = tl.reshape(bits, [codes.shape[0], E]).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return keys, ((largest - 6) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def write_slot(
     x, number, codes_ptr, wide_ptr, scales_ptr, E: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr,
     SLOT: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
@@ -101,6 +148,11 @@ def write_slot(
         padded = tl.sum(tl.where(scale[:, None] == part[None, :], exponent[None, :], 0), axis=1)
         padded = tl.where(scale < PARTS - 1, padded, 0)
         tl.store(scales_ptr + page * PAGE + at * SCALES + scale, padded.to(tl.uint8))
+    elif HOW == 3:
+        turned = tl.sum(x[:, None] * hadamard_signs(E), axis=0) * (1.0 / tl.sqrt_rn(E * 1.0))
+        pairs, exponents = pack_narrow(turned, E)
+        tl.store(codes_ptr + start + tl.arange(0, E // 2), pairs)
+        tl.store(scales_ptr + page * PAGE + at * SCALES + tl.arange(0, E // NARROW_BLOCK), exponents)
     else:
         turned = tl.sum(x[:, None] * hadamard_signs(E), axis=0) * (1.0 / tl.sqrt_rn(E * 1.0))
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(turned), axis=0), LEAST_AMAX), LARGEST)
@@ -124,4 +176,7 @@ def write_latent(
 
 def scale_step(how: int, head_dim: int) -> int:
     """Elements of ``scales`` from one slot to the next, at least as many as a vector has groups."""
-    return {PLAIN: 1, VECTORS: max(8, head_dim // GROUP), KEYS: KEY_SCALE_BYTES // 4}[how]
+    return {
+        PLAIN: 1, VECTORS: max(8, head_dim // GROUP), KEYS: KEY_SCALE_BYTES // 4,
+        NARROW_KEYS: head_dim // NARROW_BLOCK.value,
+    }[how]

@@ -40,10 +40,10 @@ class _Call(ctypes.Structure):
 
 
 @cache_compiled
-def find_kernel(num_heads: int, device: torch.device) -> CudaKernel | None:
-    """The kernel, compiled unless cached; None, with a warning, where that fails."""
+def find_kernel(num_heads: int, is_narrow: bool, device: torch.device) -> CudaKernel | None:
+    """The kernel for keys in 8 bits or in MXFP4, compiled unless cached; None, with a warning, where that fails."""
     with fallback("few index scores are computed in Triton"):
-        return load_kernel("index_scores", device, HEADS=num_heads)
+        return load_kernel("index_scores", device, HEADS=num_heads, NARROW=int(is_narrow))
     return None
 
 
@@ -64,7 +64,7 @@ def index_scores(
     first, until, _ = tokens.indices(len(queries.q))
     count, num_heads = until - first, queries.q.shape[1]
     # of any step, few scores or not: a start has the largest ones, and no request may wait for a compiler
-    kernel = find_kernel(num_heads, queries.q.device) if takes(queries, weights, keys) else None
+    kernel = find_kernel(num_heads, keys.is_mxfp4, queries.q.device) if takes(queries, weights, keys) else None
     if kernel is None or not 0 < count * view.longest <= MOST_SCORES:
         return paired_scores.index_scores_pdl(queries, weights, keys, view, scale=scale, top_k=top_k, tokens=tokens)
     scores = torch.empty((count, view.longest), dtype=torch.float32, device=queries.q.device)

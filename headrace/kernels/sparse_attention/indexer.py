@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.latents.slots import Slots
-from headrace.kernels.latents.triton import LARGEST, LEAST_AMAX, PLAIN, hadamard_signs, slot_arguments
+from headrace.kernels.latents.triton import (
+    LARGEST,
+    LEAST_AMAX,
+    NARROW_BLOCK,
+    NARROW_KEYS,
+    PLAIN,
+    hadamard_signs,
+    slot_arguments,
+    widen_narrow,
+)
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import EntryView, Queries
 
@@ -43,14 +52,30 @@ def _load_queries(q_ptr, cos_sin_ptr, row, is_row, position, E: tl.constexpr, R:
 @triton.jit
 def _load_keys(
     codes_ptr, scales_ptr, table, number, visible, E: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr,
-    SLOT: tl.constexpr
+    SLOT: tl.constexpr, IS_NARROW: tl.constexpr
 ):
     """Keys ``number`` [n] of a request, whose row of the page table is ``table``, and their scales."""
     is_inside, dim = number < visible, tl.arange(0, E)
     page = tl.load(table + number // S, mask=is_inside, other=0).to(tl.int64)
     start = page * PAGE + number % S * SLOT
-    key = tl.load(codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0)
-    return key, tl.load(scales_ptr + page * (PAGE // 4) + number % S, mask=is_inside, other=0.0)
+    if IS_NARROW:
+        BLOCKS: tl.constexpr = E // NARROW_BLOCK
+        block, inner = tl.arange(0, BLOCKS), tl.arange(0, NARROW_BLOCK // 2)
+        codes = tl.load(
+            codes_ptr + start[:, None, None] + (block * (NARROW_BLOCK // 2))[None, :, None] + inner[None, None, :],
+            mask=is_inside[:, None, None] & (block >= 0)[None, :, None] & (inner >= 0)[None, None, :], other=0,
+        )
+        scales = tl.load(
+            scales_ptr + (page * PAGE + number % S * BLOCKS)[:, None] + block[None, :],
+            mask=is_inside[:, None] & (block >= 0)[None, :], other=127,
+        )
+        key, key_scale = widen_narrow(codes, scales, E)
+    else:
+        key = tl.load(
+            codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0
+        )
+        key_scale = tl.load(scales_ptr + page * (PAGE // 4) + number % S, mask=is_inside, other=0.0)
+    return key, key_scale
 
 
 @triton.jit(do_not_specialize=["first_token", "num_columns"])
@@ -58,7 +83,7 @@ def _score_codes_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
     weights_stride, table_width, num_columns, top_k, scale, codes_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
     E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
-    IS_ONE: tl.constexpr, PDL: tl.constexpr,
+    IS_ONE: tl.constexpr, IS_NARROW: tl.constexpr, PDL: tl.constexpr,
 ):
     # Both factors in e4m3. Keys are the rows of the product, so that the sum over heads is along a row.
     nth, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -71,7 +96,7 @@ def _score_codes_kernel(
         table, scores = table_ptr + request * table_width, scores_ptr + nth * num_columns
         number = part * BLOCK + tl.arange(0, BLOCK)
         if IS_ONE:  # on their way while queries are packed
-            key, key_scale = _load_keys(codes_ptr, scales_ptr, table, number, visible, E, S, PAGE, SLOT)
+            key, key_scale = _load_keys(codes_ptr, scales_ptr, table, number, visible, E, S, PAGE, SLOT, IS_NARROW)
         head = tl.arange(0, HEADS)
         is_head = head < H
         q = _load_queries(q_ptr, cos_sin_ptr, token * H + head, is_head, position + head * 0, E, R)
@@ -87,7 +112,9 @@ def _score_codes_kernel(
         else:
             for first in range(part * BLOCK, visible, tl.num_programs(1) * BLOCK):
                 number = first + tl.arange(0, BLOCK)
-                key, key_scale = _load_keys(codes_ptr, scales_ptr, table, number, visible, E, S, PAGE, SLOT)
+                key, key_scale = _load_keys(
+                    codes_ptr, scales_ptr, table, number, visible, E, S, PAGE, SLOT, IS_NARROW
+                )
                 score = tl.sum(tl.maximum(tl.dot(key, codes), 0.0) * weight[None, :], axis=1) * key_scale
                 tl.store(scores + number, score, mask=number < visible)
 
@@ -153,7 +180,8 @@ def index_scores(
     else:
         _score_codes_kernel[grid](
             *inputs, *sizes, place["codes_ptr"], place["scales_ptr"], **shared, BLOCK=block,
-            IS_ONE=block * grid[1] >= longest, num_warps=4, num_stages=3, launch_pdl=pdl,
+            IS_ONE=block * grid[1] >= longest, IS_NARROW=place["HOW"] == NARROW_KEYS, num_warps=4, num_stages=3,
+            launch_pdl=pdl,
         )
     return scores
 

@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.latents.slots import Slots
-from headrace.kernels.latents.triton import LARGEST, LEAST_AMAX, hadamard_signs, slot_arguments
+from headrace.kernels.latents.triton import (
+    LARGEST,
+    LEAST_AMAX,
+    NARROW_BLOCK,
+    NARROW_KEYS,
+    hadamard_signs,
+    slot_arguments,
+    widen_narrow,
+)
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import EntryView, Queries, indexer
 from headrace.kernels.sparse_attention.indexer import _load_queries
@@ -80,7 +88,7 @@ def _pack_kernel(
 def _score_pairs_kernel(
     codes_ptr, factors_ptr, requests_ptr, visible_ptr, table_ptr, keys_ptr, scales_ptr, scores_ptr, first_token, count,
     table_width, num_columns, top_k, HEADS: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, IS_NARROW: tl.constexpr, PDL: tl.constexpr,
 ):
     nth, part = tl.program_id(0).to(tl.int64) * 2, tl.program_id(1)
     has_second = nth + 1 < count
@@ -106,11 +114,20 @@ def _score_pairs_kernel(
         for start in range(part * BLOCK, tl.maximum(until, until_more), tl.num_programs(1) * BLOCK):
             page = tl.load(table_ptr + own * table_width + start // S).to(tl.int64)
             first = start % S
-            key = tl.load(keys_ptr + page * PAGE + first * SLOT + place[:, None] * SLOT + dim[None, :])
+            if IS_NARROW:
+                BLOCKS: tl.constexpr = E // NARROW_BLOCK
+                block, inner = tl.arange(0, BLOCKS), tl.arange(0, NARROW_BLOCK // 2)
+                at_codes = (block * (NARROW_BLOCK // 2))[None, :, None] + inner[None, None, :]
+                own_codes = keys_ptr + page * PAGE + first * SLOT + place[:, None, None] * SLOT + at_codes
+                own_scales = scales_ptr + page * PAGE + (first + place)[:, None] * BLOCKS + block[None, :]
+                key, key_scale = widen_narrow(tl.load(own_codes), tl.load(own_scales), E)
+            else:
+                key = tl.load(keys_ptr + page * PAGE + first * SLOT + place[:, None] * SLOT + dim[None, :])
+                key_scale = tl.load(scales_ptr + page * (PAGE // 4) + first + place)
             hits = tl.maximum(tl.dot(key, q), 0.0) * factor[None, :]
             # [entries, tokens]; a key's scale is positive, so that it may come behind the relu
             score = tl.sum(tl.reshape(hits, [BLOCK, 2, HEADS]), axis=2)
-            score *= tl.load(scales_ptr + page * (PAGE // 4) + first + place)[:, None]
+            score *= key_scale[:, None]
             token = tl.arange(0, 2)
             number = start + place
             is_inside = number[:, None] < tl.where(token == 0, until, until_more)[None, :]
@@ -141,7 +158,8 @@ def index_scores(
     _score_pairs_kernel[(pairs, parts)](
         codes, factors, view.requests, view.visible, view.page_table, where["codes_ptr"], where["scales_ptr"], scores,
         first, count, view.page_table.stride(0), view.longest, top_k, HEADS=heads, E=dim, S=where["S"],
-        PAGE=where["PAGE"], SLOT=where["SLOT"], BLOCK=KEYS, PDL=pdl, num_warps=4, num_stages=4, launch_pdl=pdl,
+        PAGE=where["PAGE"], SLOT=where["SLOT"], BLOCK=KEYS, IS_NARROW=where["HOW"] == NARROW_KEYS, PDL=pdl,
+        num_warps=4, num_stages=4, launch_pdl=pdl,
     )
     return scores
 

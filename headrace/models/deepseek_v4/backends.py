@@ -25,6 +25,7 @@ from headrace.memory.hot_pool import HotLayer
 from headrace.models.deepseek_v4.layout import (
     BLOCK,
     INDEX_KEYS,
+    INDEX_KEYS_FP4,
     INDEX_KEYS_FP8,
     PAGE_SIZE,
     SCORES_AT_ONCE,
@@ -136,7 +137,7 @@ class EntriesBackend(_Backend):
 
     def context_bytes(self, num_tokens: int, kv_len: int) -> int:
         """See `CacheBackend`: scores of index keys."""
-        has_scores = self.spec.kind in (INDEX_KEYS, INDEX_KEYS_FP8)
+        has_scores = self.spec.kind in (INDEX_KEYS, INDEX_KEYS_FP8, INDEX_KEYS_FP4)
         return 4 * min(SCORES_AT_ONCE, num_tokens * (kv_len // self.spec.compress_ratio)) if has_scores else 0
 
     def list_all(self) -> torch.Tensor:

@@ -24,6 +24,7 @@ for _kind, _policy, _pool, _backend, _doc in (
     (layout.ENTRIES_FP8, _CHAINED, "packed_pools:PackedVectorPool", "backends:EntriesBackend", "the same in 8 bits"),
     (layout.INDEX_KEYS, _CHAINED, "pools:VectorPool", "backends:EntriesBackend", "what chooses among entries"),
     (layout.INDEX_KEYS_FP8, _CHAINED, "packed_pools:PackedKeyPool", "backends:EntriesBackend", "the same in 8 bits"),
+    (layout.INDEX_KEYS_FP4, _CHAINED, "packed_pools:NarrowKeyPool", "backends:EntriesBackend", "the same in MXFP4"),
     (
         layout.STATE, f"{_OWN}.layout:CompressorStatePolicy", "pools:StatePool", "backends:StateBackend",
         "tokens of unfinished windows"

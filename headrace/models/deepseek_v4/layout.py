@@ -15,6 +15,7 @@ from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, ROTATED, SCALE_BYTE
 WINDOW, WINDOW_FP8 = "deepseek_v4.window", "deepseek_v4.window_fp8"
 ENTRIES, ENTRIES_FP8 = "deepseek_v4.entries", "deepseek_v4.entries_fp8"
 INDEX_KEYS, INDEX_KEYS_FP8 = "deepseek_v4.index_keys", "deepseek_v4.index_keys_fp8"
+INDEX_KEYS_FP4 = "deepseek_v4.index_keys_fp4"
 STATE = "deepseek_v4.state"
 
 OVERLAPPING, WIDE = 4, 128
@@ -26,7 +27,9 @@ BLOCK = 128
 """Tokens that share one ring of compressor rows; a page is a whole number of blocks, so a ring never crosses pages. The
 largest ratio, so that a block holds whole windows of both kinds."""
 
-FP8 = "float8_e4m3fn"
+MXFP4_BLOCK = 32
+"""Dims of an index key that share a scale."""
+FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn_x2"
 SCORES_AT_ONCE = 2**28
 """Most scores of index keys that exist at a time: 1 GiB."""
 SCORES_CAPTURED = 2**26
@@ -46,6 +49,17 @@ def packed_page_bytes(head_dim: int, slots: int) -> int:
     """Bytes of a page: all slots' values, then all slots' scales, padded to a multiple of one slot's value bytes."""
     value = packed_value_bytes(head_dim)
     return -(-slots * (value + SCALE_BYTES) // value) * value
+
+
+def narrow_key_bytes(head_dim: int) -> tuple[int, int]:
+    """Bytes of an index key in MXFP4, and of its scales. Raises `ConfigError` for a head dim that is no whole number of
+    blocks."""
+    if head_dim % MXFP4_BLOCK:
+        raise ConfigError(
+            f"index keys of {head_dim} dims cannot be kept in MXFP4, which takes multiples of {MXFP4_BLOCK}: take "
+            "kv_dtype fp8", param="kv_dtype"
+        )
+    return head_dim // 2, head_dim // MXFP4_BLOCK
 
 
 def ring_rows(ratio: int) -> int:
@@ -77,6 +91,8 @@ def slot_bytes(spec: CacheSpec) -> int:
     """Bytes of one slot of one layer, without the padding of pages."""
     if spec.kind == STATE:
         return 4 * (spec.head_dim + spec.value_dim)
+    if spec.kind == INDEX_KEYS_FP4:
+        return sum(narrow_key_bytes(spec.head_dim))
     if spec.kind == INDEX_KEYS_FP8:
         return spec.head_dim + KEY_SCALE_BYTES
     if spec.kind in (WINDOW_FP8, ENTRIES_FP8):

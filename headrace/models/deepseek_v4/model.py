@@ -24,7 +24,7 @@ from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, Streams
 from headrace.models.deepseek_v4.naming import DRAFT, EXPERT_NUMBER, EXPERTS, HASH_TABLE, MATRICES, rename
-from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, host_caches, places, widen_caches
+from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, host_caches, narrow_keys, places, widen_caches
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class DeepseekV4Model(ServedModel):
 
     supports_stages = captures_features = True
     prediction = "headrace.models.deepseek_v4.prediction:V4Prediction"
-    widen_caches, host_caches = staticmethod(widen_caches), staticmethod(host_caches)
+    widen_caches, narrow_keys, host_caches = (staticmethod(make) for make in (widen_caches, narrow_keys, host_caches))
 
     def __init__(self, spec: DeepseekV4Spec, names: CheckpointNames, build: Build):
         super().__init__()

@@ -3,7 +3,8 @@ plain and R rotated dims, E = N + R.
 
 A page of vectors is contiguous bytes: for each of S slots N bytes of e4m3 and R bfloat16; then for each slot 8 bytes of
 scales, one power of two (e8m0) per 64 plain dims, zero-padded; then padding to a multiple of a slot's value bytes. So
-a slot's values and scales lie apart. A page of index keys is S times E bytes of e4m3, then S float32 scales.
+a slot's values and scales lie apart. A page of index keys is S times E bytes of e4m3, then S float32 scales; in MXFP4 S
+times E / 2 bytes of e2m1, the first of two values in the low half, then S times E / 32 bytes of e8m0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import torch
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.kernels.latents import KEY_SCALE_BYTES, SCALE_BYTES
 from headrace.memory.pools import Allocate, PagePart, Pool, allocate_zeros
-from headrace.models.deepseek_v4.layout import packed_page_bytes, packed_value_bytes, slots_per_page
+from headrace.models.deepseek_v4.layout import (
+    narrow_key_bytes,
+    packed_page_bytes,
+    packed_value_bytes,
+    slots_per_page,
+)
 
 
 class _PackedPool(Pool):
@@ -82,3 +88,22 @@ class PackedKeyPool(_PackedPool):
     def page_bytes(spec: CacheSpec, page_size: int) -> int:
         """Bytes of one page of one layer."""
         return slots_per_page(spec, page_size) * (spec.head_dim + KEY_SCALE_BYTES)
+
+
+class NarrowKeyPool(_PackedPool):
+    """Index keys in MXFP4."""
+
+    @staticmethod
+    def slot_parts(spec: CacheSpec) -> tuple[int, int]:
+        """See `_PackedPool`."""
+        return narrow_key_bytes(spec.head_dim)
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer."""
+        return slots_per_page(spec, page_size) * sum(narrow_key_bytes(spec.head_dim))
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(values [P, S, E / 2] uint8, scales [P, S, E / 32] float8_e8m0fnu)`` of a layer, strided."""
+        values, scales = super().layer(layer)
+        return values, scales.view(torch.float8_e8m0fnu)

@@ -243,6 +243,14 @@ def widen_caches(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
     ]
 
 
+def narrow_keys(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
+    """The same with index keys in MXFP4 where they are in 8 bits."""
+    return [
+        msgspec.structs.replace(place, kind=layout.INDEX_KEYS_FP4, dtype=layout.FP4)
+        if place is not None and place.kind == layout.INDEX_KEYS_FP8 else place for place in specs
+    ]
+
+
 def host_caches(
     spec: DeepseekV4Spec, specs: list[CacheSpec | None], hot_slots: int
 ) -> list[CacheSpec | None]:
