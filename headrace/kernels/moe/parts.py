@@ -60,7 +60,7 @@ class Tile:
 
 TILES = (Tile(8, 4, True), Tile(16, 4, False), Tile(32, 4, False))
 MOST_ROWS = 32
-"""Of a tile that is chosen; 0: none. With 48 rows a layer of gpt-oss-20b takes 238 us, where `sorted_rows` takes 206."""
+"""Of a tile that is chosen; 0: none. With 48 rows experts of gpt-oss-20b take 238 us, and 206 by `sorted_rows`."""
 
 
 class _Call(ctypes.Structure):
