@@ -17,7 +17,8 @@
 //
 // Layouts are those of `DeviceCodes`: of e2m1 a byte has input b in its low half and input b + 64 in its high half.
 //
-// Compiled by NVRTC (Hopper). Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS; DEPTH; STEP.
+// Compiled by NVRTC (Hopper). Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS; DEPTH; STEP; BIAS 1: with biases.
+// Without them fewer registers are needed, and the next kernel finds room beside this one.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
@@ -370,16 +371,16 @@ __device__ __forceinline__ void finish(
   for (int i = 0; i < KEPT; i++) bias[i] = first[i];
   for (int nth = threadIdx.x; nth < work.tiles * call.tokens * 8; nth += THREADS) {
     const Result at(call, work, nth);
-    if (nth >= THREADS && call.bias) read_biases(bias, call, s, at);
+    if (BIAS && nth >= THREADS) read_biases(bias, call, s, at);
     if (!at.is_there) continue;
     if (DOWN) {
       float value = work.each ? add_sums(parts, call, work, at.tile, at.token, 0, at.row) : 0.f;
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
-        const int pair = call.bias && i < s.count ? s.pairs[i][at.token] : -1;
+        const int pair = BIAS && i < s.count ? s.pairs[i][at.token] : -1;
         if (pair >= 0) value += s.factors[pair] * widen(bias[i]);
       }
-      if (call.bias)
+      if (BIAS)
         for (int j = KEPT; j < s.count; j++)
           if (s.pairs[j][at.token] >= 0)
             value += s.factors[s.pairs[j][at.token]] *
@@ -437,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1  // fewer instructions to read before the first copy
   for (int slot = 0; slot < DEPTH; slot++, next++) fetch(reader, &map, call, s, work, ring, slot, next < end);
   uint16 bias[KEPT] = {};  // no kernel writes it
-  if (call.bias) read_biases(bias, call, s, Result(call, work, threadIdx.x));
+  if (BIAS) read_biases(bias, call, s, Result(call, work, threadIdx.x));
   if (DOWN) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -75,6 +75,7 @@ class Form(NamedTuple):
     is_down: bool
     columns: int
     shape: Shape
+    has_bias: bool
 
     def load(self, device: torch.device) -> CudaKernel:
         """The kernel; see `find_kernel`."""
@@ -161,8 +162,8 @@ def plan(
         tokens = EIGHT // (4 if is_down else 2)  # of eight columns: see the source
         columns = next_power_of_2(ceil_div(num_tokens, tokens))
         able = (
-            Product(Form(is_down, columns, shape), codes, bias, factors, outputs, num_tokens, top_k, sms)
-            for shape in SHAPES
+            Product(form, codes, bias, factors, outputs, num_tokens, top_k, sms)
+            for form in (Form(is_down, columns, shape, bias is not None) for shape in SHAPES)
         )
         product = next((product for product in able if product.shared_bytes <= MOST_BYTES), None)
         if product is None:
@@ -175,7 +176,8 @@ def plan(
 def find_kernel(form: Form, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     return load_kernel(
-        "coded_experts", device, MOST_BYTES, DOWN=int(form.is_down), COLUMNS=form.columns, **form.shape._asdict()
+        "coded_experts", device, MOST_BYTES, DOWN=int(form.is_down), COLUMNS=form.columns, BIAS=int(form.has_bias),
+        **form.shape._asdict(),
     )
 
 
