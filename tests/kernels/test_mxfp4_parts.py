@@ -132,7 +132,7 @@ def draw_step(
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "width", "inner"),
     [
-        *((tokens, 32, 4, 2880, 2880) for tokens in (5, 64, 128, 250)),
+        *((tokens, 32, 4, 2880, 2880) for tokens in (5, 64, 128, 170)),
         *((tokens, 128, 6, 1024, 512) for tokens in (5, 64, 300)),
         (5, NUM_EXPERTS, 2, 128, 64), (24, NUM_EXPERTS, 2, 128, 64),
     ],

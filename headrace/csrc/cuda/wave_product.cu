@@ -217,8 +217,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     tile.weight.init();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;
-barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   const int last = min(call.rows, tile.row + (SHARES_X ? CLUSTER : 1) * call.box);
   Scales &scales = *(Scales *)(storage + (barriers + 32 * STAGES - shared_address(storage)));
   // no kernel writes weights, the one before may write x
