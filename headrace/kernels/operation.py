@@ -72,6 +72,12 @@ def requires(
     return reason_against
 
 
+def requires_hopper(query: KernelQuery) -> str | None:
+    """A ``supports`` predicate of kernels with what only compute capability 9.0 has, such as wgmma: not "9.0 or later".
+    """
+    return None if query.capability[0] == 9 else "needs Hopper's tensor cores, compute capability 9.0"
+
+
 def choose_fused(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
     """The best kernel of an operation that fuses several, or None if there is only the reference: then the separate
     operations, each with its own best kernel, are faster."""

@@ -118,9 +118,10 @@ def test_captured_chains_of_norms_routers_and_experts(num_tokens: int):
 @pytest.mark.parametrize(("num_experts", "width", "num_tokens", "form"), [
     (128, 2048, 1, (1, 8, 8, 8)), (128, 2048, 128, (1, 8, 8, 8)), (128, 2048, 129, (1, 8, 8, 16)),
     (128, 4096, 1, (1, 16, 8, 8)), (32, 2880, 1, (1, 16, 6, 8)), (256, 2048, 1, (2, 16, 4, 8)),
-    (256, 4096, 1, None), (384, 7168, 1, None), (512, 2048, 1, None),
+    (256, 4096, 1, None), (384, 7168, 1, None), (512, 2048, 1, None), (384, 1024, 128, (4, 16, 2, 8)),
+    (384, 1024, 129, None),
 ])
-def test_rows_of_a_router_fit_in_registers(
+def test_rows_of_a_router_fit_in_registers_and_sums_in_shared_memory(
     num_experts: int, width: int, num_tokens: int, form: tuple[int, ...] | None
 ):
     found = linear_route.find_form(num_experts, width, num_tokens)

@@ -14,7 +14,7 @@
 // Each of the other GROUPS warpgroups multiplies 64 rows of codes. While products with low codes of the bytes (inputs 0
 // to 63) run, high ones (64 to 127) are decoded, and the other way round.
 //
-// Macros: ROWS (8, 16, 32 or 48; with BESIDE at most 16), GROUPS (2 to 4), STAGES, BESIDE (0 or 1), GATE (0, or a
+// Macros: ROWS (8, 16 or 32; with BESIDE at most 16), GROUPS (2 to 4), STAGES, BESIDE (0 or 1), GATE (0, or a
 // kind of activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their
 // number), TILES (the most tiles of rows of a launch). Compiled by NVRTC.
 
@@ -52,15 +52,13 @@ struct Call {
 
 template <int N>
 __device__ __forceinline__ void multiply(float (&d)[COLUMNS / 2], const uint32 (&a)[4], uint64 rows, int adds) {
-  static_assert(N == 8 || N == 16 || N == 32 || N == 48, "no product");
+  static_assert(N == 8 || N == 16 || N == 32, "no product");
   if constexpr (N == 8)
     MULTIPLY("8", F4, S4, "%4", "%5", "%6", "%7", "%8", "%9");
   if constexpr (N == 16)
     MULTIPLY("16", F8, S8, "%8", "%9", "%10", "%11", "%12", "%13");
   if constexpr (N == 32)
     MULTIPLY("32", F16, S16, "%16", "%17", "%18", "%19", "%20", "%21");
-  if constexpr (N == 48)
-    MULTIPLY("48", F24, S24, "%24", "%25", "%26", "%27", "%28", "%29");
 }
 
 // What of rows was found: of each tile its first row, and its expert (upper half) and number of rows.

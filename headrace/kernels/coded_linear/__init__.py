@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from headrace.kernels.linear.waves import Size, choose_tile
-from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires
+from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires, requires_hopper
 
 CODED_LINEAR = Operation("coded linear kernel")
 """``coded_linear(x [T, I], weight: DeviceCodes [O, I], bias [O] | None) -> [T, O]`` in x's dtype.
@@ -100,11 +100,9 @@ def _reason_against_many_tiles(query: KernelQuery) -> str | None:
     shape = query.shape
     if not shape.get("tiled") or shape.get("bits") != 4:
         return "takes 4-bit integers in tiles"
-    if query.capability[0] != 9:
-        return "needs Hopper's tensor cores, compute capability 9.0"
     if not LEAST_MANY_ROWS <= shape.get("num_rows", LEAST_MANY_ROWS) <= MOST_MANY_ROWS:
         return f"takes {LEAST_MANY_ROWS} to {MOST_MANY_ROWS} rows"
-    return _with_large_blocks(query)
+    return requires_hopper(query) or _with_large_blocks(query)
 
 
 def _reason_against_scaled(query: KernelQuery) -> str | None:
@@ -142,13 +140,11 @@ def _reason_against_few(query: KernelQuery) -> str | None:
     inputs, outputs = shape.get("in_features", 0), shape.get("out_features", 0)
     if shape.get("group") not in (128, inputs) or inputs % 128:
         return "takes inputs in steps of 128 and scales of 128 or all"
-    if query.capability[0] != 9:
-        return "needs Hopper's tensor cores, compute capability 9.0"
     if rows > MOST_WGMMA_ROWS or rows * inputs > MOST_WGMMA_INPUTS:
         return f"takes at most {MOST_WGMMA_ROWS} rows and {MOST_WGMMA_INPUTS} inputs of all together"
     if outputs % 16:
         return "takes outputs in steps of 16"
-    return _reason_against_scaled(query) or _with_hopper(query)
+    return requires_hopper(query) or _reason_against_scaled(query) or _with_hopper(query)
 
 
 def _reason_against_dependent(query: KernelQuery) -> str | None:
@@ -207,27 +203,23 @@ CODED_LINEAR.add(
 
 def _reason_against_gluon(query: KernelQuery) -> str | None:
     shape = query.shape
-    if query.capability[0] != 9:
-        return "needs Hopper's tensor cores, compute capability 9.0"
     if not LEAST_GLUON_ROWS <= shape.get("num_rows", LEAST_GLUON_ROWS) <= MOST_GLUON_ROWS:
         return f"takes {LEAST_GLUON_ROWS} to {MOST_GLUON_ROWS} rows"
     if shape.get("group") not in (128, shape.get("in_features")):
         return "takes scales of 128 inputs or of outputs"
     if shape.get("group") == 128 and shape.get("rows", 1) not in (1, 128):
         return "takes scales of an output or of 128"
-    return _reason_against_scaled(query) or _with_hopper(query)
+    return requires_hopper(query) or _reason_against_scaled(query) or _with_hopper(query)
 
 
 def _reason_against_wave(query: KernelQuery) -> str | None:
     shape, rows = query.shape, query.shape.get("num_rows", LEAST_WAVE_ROWS)
-    if query.capability[0] != 9:
-        return "needs Hopper's tensor cores, compute capability 9.0"
     if shape.get("rows", 1) > 1:
         return "takes scales of outputs"
     size = Size(rows, shape.get("out_features", 0), shape.get("in_features", 0), True)
     if rows < LEAST_WAVE_ROWS or size.width < LEAST_WAVE_OUTPUTS or choose_tile(size) is None:
         return "takes some hundred rows and gate and up together, whose tiles fill the device at once"
-    return _reason_against_rows(query) or _with_hopper(query)
+    return requires_hopper(query) or _reason_against_rows(query) or _with_hopper(query)
 
 
 FP8_LINEAR = Operation("fp8 linear kernel")
@@ -286,9 +278,9 @@ GROUPED_CODED.add(
 
 
 def _reason_against_group_tiles(query: KernelQuery) -> str | None:
-    if query.capability[0] != 9 or query.dtype != "bfloat16":
-        return "needs Hopper's tensor cores and bfloat16"
-    return "takes outputs of a group in steps of 64" if query.shape.get("out_features", 0) % 64 else None
+    if query.shape.get("out_features", 0) % 64:
+        return "takes outputs of a group in steps of 64"
+    return requires_hopper(query) or _with_hopper(query)
 
 
 GROUPED_CODED.add(

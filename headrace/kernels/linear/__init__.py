@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.operation import KernelQuery, Operation, requires
+from headrace.kernels.operation import KernelQuery, Operation, requires, requires_hopper
 
 LINEAR = Operation("linear kernel")
 """``linear(x [T, I], weight [O, I], bias [O] | None) -> [T, O]`` in x's dtype."""
@@ -45,10 +45,7 @@ def _reason_against_shape(query: KernelQuery) -> str | None:
 
 
 def _reason_against_tiles(query: KernelQuery) -> str | None:
-    # not "9 or later": wgmma exists on compute capability 9.x alone
-    if query.capability[0] != 9:
-        return "needs Hopper's tensor cores"
-    return _in_half(query) or _reason_against_shape(query)
+    return requires_hopper(query) or _in_half(query) or _reason_against_shape(query)
 
 
 for _operation, _name in ((LINEAR, "linear"), (LINEAR_SUMS, "linear_sums")):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.operation import KernelQuery, Operation, requires
+from headrace.kernels.operation import Operation, requires, requires_hopper
 
 
 @dataclass(slots=True)
@@ -206,11 +206,6 @@ def chains_norm(rows: int) -> bool:
 _in_bfloat16 = requires(device="cuda", dtypes=("bfloat16",))
 
 
-def _reason_against(query: KernelQuery) -> str | None:
-    # not "9 or later": compiled for 9.0a alone
-    return None if query.capability == (9, 0) else "needs a Hopper GPU"
-
-
 for _operation, _name in (
     (SHRINK, "shrink"), (EXPAND, "expand"), (EXPAND_GATED, "expand_gated"), (EXPAND_ADD_NORM, "expand_add_norm")
 ):
@@ -226,7 +221,7 @@ for _operation, _name in (
     if _operation is not SHRINK:
         _operation.add(
             "cuda", f"headrace.kernels.lora.additions:{_name}",
-            supports=lambda query: _in_bfloat16(query) or _reason_against(query), priority=20,
+            supports=lambda query: _in_bfloat16(query) or requires_hopper(query), priority=20,
             doc="own CUDA C++ for Hopper",
         )
 LINEAR_SHRINK.add("reference", "headrace.kernels.lora.reference:linear_shrink", doc="torch, one behind the other")
@@ -240,7 +235,7 @@ LINEAR_SHRINK.add(
 ADAPTED_NORM.add("reference", "headrace.kernels.lora.reference:adapted_norm", doc="one behind the other")
 ADAPTED_NORM.add(
     "cuda", "headrace.kernels.lora.adapted_norm:adapted_norm",
-    supports=lambda query: _in_bfloat16(query) or _reason_against(query), priority=10, doc="own CUDA C++ for Hopper",
+    supports=lambda query: _in_bfloat16(query) or requires_hopper(query), priority=10, doc="own CUDA C++ for Hopper",
 )
 for _operation, _name in ((SHRINK, "shrink"), (EXPAND, "expand")):
     _operation.add(
@@ -250,7 +245,7 @@ for _operation, _name in ((SHRINK, "shrink"), (EXPAND, "expand")):
 ADAPTED_LINEAR.add("reference", "headrace.kernels.lora.reference:adapted_linear", doc="one behind the other")
 ADAPTED_LINEAR.add(
     "cuda", "headrace.kernels.lora.gemv:adapted_linear",
-    supports=lambda query: _in_bfloat16(query) or _reason_against(query), priority=10, doc="own CUDA C++ for Hopper",
+    supports=lambda query: _in_bfloat16(query) or requires_hopper(query), priority=10, doc="own CUDA C++ for Hopper",
 )
 PLACE_FACTORS.add(
     "reference", "headrace.kernels.lora.reference:place_factors", supports=requires(device="cpu"), doc="by address"

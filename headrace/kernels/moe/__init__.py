@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires
+from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires, requires_hopper
 
 if TYPE_CHECKING:
     import torch
@@ -192,21 +192,13 @@ _MOST_EXPERTS = 1024
 
 
 def _reason_against_hopper(query: KernelQuery) -> str | None:
-    return _on_hopper(query) or (None if query.capability[0] == 9 else "needs Hopper's tensor cores")
+    return _on_hopper(query) or requires_hopper(query)
 
 
-def _reason_against_plain_few(query: KernelQuery) -> str | None:
+def _reason_against_plain(query: KernelQuery) -> str | None:
     if any(query.shape.get(name, 0) % 8 for name in ("width", "expert_width")):
         return "takes widths in steps of 8"
     return _reason_against_hopper(query)
-
-
-def _reason_against_plain_many(query: KernelQuery) -> str | None:
-    return _reason_against_plain_few(query) or (None if query.capability == (9, 0) else "compiled for Hopper alone")
-
-
-def _reason_against_own_route(query: KernelQuery) -> str | None:
-    return _on_hopper(query) or (None if query.capability == (9, 0) else "compiled for Hopper alone")
 
 
 def _reason_against_route(query: KernelQuery) -> str | None:
@@ -220,11 +212,11 @@ def _reason_against_route(query: KernelQuery) -> str | None:
 ROUTE.add("native", "headrace.kernels.moe.cpu:route", supports=requires(device="cpu"), priority=10, doc="own C++")
 ROUTE.add_triton("headrace.kernels.moe.triton:route", supports=_reason_against_route, doc="one kernel")
 NORM_ROUTE.add(
-    "cuda", "headrace.kernels.moe.norm_route:norm_route", supports=_reason_against_own_route, priority=10,
+    "cuda", "headrace.kernels.moe.norm_route:norm_route", supports=_reason_against_hopper, priority=10,
     doc="own CUDA C++ for up to 16 tokens: a cluster has a token",
 )
 LINEAR_ROUTE.add(
-    "cuda", "headrace.kernels.moe.linear_route:linear_route", supports=_reason_against_own_route, priority=10,
+    "cuda", "headrace.kernels.moe.linear_route:linear_route", supports=_reason_against_hopper, priority=10,
     doc="own CUDA C++ for up to 256 tokens: a cluster has 8 or 16, a block some experts",
 )
 HASH_ROUTE.add_triton("headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, doc="one kernel")
@@ -234,7 +226,7 @@ RUN_EXPERTS.add(
     doc="three kernels, four for more than 16 tokens, with dependent launch",
 )
 RUN_EXPERTS.add(
-    "cuda", "headrace.kernels.moe.plain_few:run_experts", supports=_reason_against_plain_few, priority=20,
+    "cuda", "headrace.kernels.moe.plain_few:run_experts", supports=_reason_against_plain, priority=20,
     doc="own CUDA C++ for one token of small experts, as of several ranks: two kernels; others as triton_pdl",
 )
 CODED_EXPERTS.add_triton(
@@ -258,7 +250,7 @@ MANY_CODED_EXPERTS.add(
 
 
 MANY_EXPERTS.add(
-    "cuda", "headrace.kernels.moe.plain_many:run_experts", supports=_reason_against_plain_many, priority=10,
+    "cuda", "headrace.kernels.moe.plain_many:run_experts", supports=_reason_against_plain, priority=10,
     doc="own CUDA C++: rows gathered by expert, two products, of which the first ends with the activation",
 )
 

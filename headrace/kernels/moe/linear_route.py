@@ -23,6 +23,8 @@ EIGHT, TILE, STEP = 8, 16, 32
 """As in the source: numbers of 16 bytes, experts of a product, inputs of a step."""
 MOST_CLUSTER, MOST_HELD = 8, 8
 """Blocks of a cluster; tiles times steps that a warp holds in registers, eight of them each."""
+MOST_STATIC_BYTES = 48 << 10
+"""Shared memory that the source may declare: what ptxas of every version takes."""
 MOST_TOKENS, MOST_SMALL, MOST_CHOICES = 256, 128, 32
 """Tokens at most; those up to which a cluster has 8, beyond 16; choices of a token."""
 
@@ -41,20 +43,27 @@ class Form:
         """Dynamic shared memory: rows of 16 tokens."""
         return 2 * 16 * 32 * self.warps * self.steps if self.tokens == 16 else 0
 
+    def count_static_bytes(self, num_experts: int) -> int:
+        """``Room`` of the source: a barrier, logits of the tokens that a block chooses for, sums of warps."""
+        own_tokens = ceil_div(self.tokens, self.count_blocks(num_experts))
+        return 8 + 4 * (own_tokens * num_experts + self.warps * TILE * self.tiles * self.tokens)
+
     def count_blocks(self, num_experts: int) -> int:
         """Of a cluster."""
         return ceil_div(num_experts, TILE * self.tiles)
 
 
 def find_form(num_experts: int, width: int, num_tokens: int) -> Form | None:
-    """The form for a router [X, D]; None where its rows do not fit in the registers of a cluster."""
+    """The form for a router [X, D]; None where its rows do not fit in the registers of a cluster, or sums of warps not
+    in its shared memory."""
     tiles = 1
     while ceil_div(num_experts, TILE * tiles) > MOST_CLUSTER:
         tiles *= 2
     for warps in (8, 16):
         steps = ceil_div(width, STEP * warps)
-        if tiles * steps <= MOST_HELD:
-            return Form(tiles, warps, steps, 8 if num_tokens <= MOST_SMALL else 16)
+        form = Form(tiles, warps, steps, 8 if num_tokens <= MOST_SMALL else 16)
+        if tiles * steps <= MOST_HELD and form.count_static_bytes(num_experts) <= MOST_STATIC_BYTES:
+            return form
     return None
 
 

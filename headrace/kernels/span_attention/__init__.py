@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.operation import KernelQuery, Operation, requires
+from headrace.kernels.operation import KernelQuery, Operation, requires, requires_hopper
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,10 @@ SPAN_ATTENTION.add(
 
 
 def _own_on_hopper(query: KernelQuery) -> str | None:
-    if query.capability[0] != 9:
-        return "needs Hopper's tensor cores, compute capability 9.0"
     head_dim = query.shape.get("head_dim", 0)
     if not 0 < head_dim <= 128 or head_dim % 8:
         return f"takes heads of up to 128 dims in steps of 8, not {head_dim}"
-    return requires(device="cuda", dtypes=("float16", "bfloat16"))(query)
+    return requires_hopper(query) or requires(device="cuda", dtypes=("float16", "bfloat16"))(query)
 
 
 SPAN_ATTENTION.add(

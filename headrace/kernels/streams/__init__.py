@@ -101,5 +101,5 @@ def _reason_against_four(query: KernelQuery) -> str | None:
 for _operation, _name in ((READ_STREAMS, "read_streams"), (WRITE_READ_STREAMS, "write_read_streams")):
     _operation.add(
         "cuda", f"headrace.kernels.streams.cuda:{_name}", supports=_reason_against_four, priority=20,
-        doc="own CUDA C++: two kernels, the first of which also writes",
+        doc="own CUDA C++: one kernel for up to 64 tokens, else two, the first of which also writes",
     )
