@@ -3,7 +3,8 @@
 
 Prints a row a cell: seconds of the first run and of later ones (which differ where something was not made ready at the
 start), ratio to the better peer, the roofline floor and how much of it is reached. Start-up is measured from process
-start to the first token, in a process of its own. The prefix cache is emptied before each run.
+start to the first token, in a process of its own. The prefix cache is emptied before each run. Rows of a model of which
+kernels could not be compiled or loaded are marked, and not compared with anything.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fallbacks import MARK, has_fallen_back
 from benchmarks.forms import build, find_form, read_config
 from benchmarks.roofline import Shape, floor_of
 from headrace.serving.bench import offline as workloads
@@ -94,7 +96,9 @@ def measure_model(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(
                 row(name, workload, statistics.mean(later or [first]), peer, floor.seconds) | {"first": round(first, 4)}
             )
-            print(rows[-1], flush=True)
+            print(mark(rows[-1]) if has_fallen_back(llm) else rows[-1], flush=True)
+        if has_fallen_back(llm):
+            rows = [mark(own) for own in rows]
     return rows
 
 
@@ -105,6 +109,11 @@ def row(model: str, cell: str, seconds: float, peer: float | None, floor: float 
         "floor": round(floor, 4) if floor else None,
         "percent_of_floor": round(100 * floor / seconds) if floor else None,
     }
+
+
+def mark(own: dict[str, Any]) -> dict[str, Any]:
+    """A row of seconds that are of other kernels than they should be."""
+    return own | {"model": f"{own['model']} {MARK}", "times_faster": None, "percent_of_floor": None}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -17,3 +17,4 @@ check together -n 8 --dist worksteal "${alone[@]/#/--ignore=}" --ignore=$ties te
 check ties -n 4 --dist worksteal -rP $ties; grep -h 'near ties' "$out/cuda_tests_ties.log"
 check alone "${alone[@]}"
 python3 -m benchmarks.cuda --json "$out/cuda.json" "$@" 2>&1 | tee "$out/cuda.log" | tail -n 60
+grep -h 'fell back' "$out"/cuda*.log | sort | uniq -c  # nothing, unless own kernels could not be compiled or loaded

@@ -3,7 +3,8 @@
 `benchmarks.forms` has the names of models; weights are random. Each runs in a process of its own. A cell's row has
 seconds of its first run and of a second, and the percent of these that bytes and operations alone would take
 (`benchmarks/roofline.py`); cells that do not fit into a model's context are left out. Start-up is seconds to the first
-token; "late" are kernels compiled after it.
+token; "late" are kernels compiled after it. Rows of a model of which kernels could not be compiled or loaded are
+marked.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def watch_compiler() -> list[str]:
 def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
     """Print a row a cell."""
     from benchmarks.cuda import run_workload
+    from benchmarks.fallbacks import MARK, has_fallen_back
     from benchmarks.forms import build, find_form, read_config
     from benchmarks.roofline import Shape, floor_of
 
@@ -59,7 +61,7 @@ def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
             floor = floor_of(shape, prompts, output_lens, form.costs).seconds
             print(
                 f"{model:24s} {cell:12s} {first:8.3f} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %",
-                flush=True
+                MARK if has_fallen_back(llm) else "", flush=True
             )
         print(f"{model:24s} {'late':12s} {len(late):4d} {' '.join(sorted(set(late)))[:300]}", flush=True)
 

@@ -194,6 +194,7 @@ def count_events(base_url: str) -> dict[str, float]:
         outcomes = OUTCOMES.get(role, ())
         wanted = {f"headrace_transfer_{outcome}_requests_total": f"{role} {outcome}" for outcome in outcomes}
         wanted["headrace_late_kernels_total"] = "kernels compiled late"
+        wanted["headrace_kernel_fallbacks_total"] = "kernels fallen back"
         for line in lines:
             name, _, value = line.partition(" ")
             key = wanted.get(name.partition("{")[0])

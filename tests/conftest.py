@@ -7,7 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -17,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
+
+from headrace.kernels import cuda_source
 
 gc.disable()  # until all is collected: a quarter of that time went into looking for garbage among what stays
 
@@ -39,8 +41,27 @@ LONG = (
 """Files of a minute and more, or half of one in folders that are begun late."""
 HAS_GPU = torch.cuda.is_available()
 
+_told: set[str] = set()
+"""Of what fell back, what a test has failed for."""
+
 if not HAS_GPU:  # before any test module imports a kernel: Triton decides at the import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_falls_back() -> Iterator[None]:
+    """On a GPU a test fails if an own kernel could not be compiled or loaded in it, or in what it uses: what runs
+    instead has the same values, so that nothing else would tell."""
+    yield
+    new = set(cuda_source.fallen_back()) - _told if HAS_GPU else set()
+    _told.update(new)
+    assert not new, f"fell back: {sorted(new)}"
+
+
+@pytest.fixture
+def breaks_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which kernels cannot be compiled or loaded on purpose."""
+    monkeypatch.setattr(cuda_source, "_fallen_back", {})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

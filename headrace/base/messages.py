@@ -269,11 +269,13 @@ class PageStats(msgspec.Struct, frozen=True):
 
 class StepStats(PageStats, frozen=True):
     """Steps of one engine. ``late_kernels_total``: kernels compiled, and plans of libraries built, while a step waited
-    for them."""
+    for them. ``kernel_fallbacks_total``: kernels in whose place slower ones run, as they could not be compiled or
+    loaded."""
 
     steps_total: int = 0
     failed_steps_total: int = 0
     late_kernels_total: int = 0
+    kernel_fallbacks_total: int = 0
 
 
 class EngineStats(StepStats, frozen=True):

@@ -32,6 +32,7 @@ from headrace.execution.runner import Runner
 from headrace.execution.sleep import DeviceModel
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.tiers import DeviceTiers, build_tiers
+from headrace.kernels.cuda_source import fallen_back
 from headrace.kernels.late import LateKernels
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,11 @@ class LocalExecutor:
     def late_kernels(self) -> int:
         """See `headrace.service.executor.Executor`."""
         return self._late.count
+
+    @property
+    def fallen_back(self) -> tuple[str, ...]:
+        """See `headrace.service.executor.Executor`."""
+        return fallen_back()
 
     @property
     def released(self) -> frozenset[DevicePart]:

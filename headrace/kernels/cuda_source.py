@@ -118,6 +118,10 @@ class CudaSourceError(HeadraceError):
     """An error of NVRTC or the driver, with its message."""
 
 
+FAULTS = CudaSourceError, OSError, AttributeError
+"""Of own kernels that cannot be compiled or loaded; the last is of a driver that lacks a function."""
+
+
 @contextmanager
 def compiled_by(compiling: Compiling) -> Iterator[None]:
     """In the body, sources that are not in the cache are looked for in ``compiling``. In a dry run no kernel is
@@ -151,11 +155,28 @@ def cache_compiled(make: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def fallback(instead: str) -> Iterator[None]:
     """Leaves the body where a kernel that it makes cannot be compiled or loaded, also by a driver that lacks a function
-    for it. A warning then says what runs ``instead``."""
+    for it. `note_fallback` is then told what runs ``instead``."""
     try:
         yield
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("%s: %s", instead, error)
+    except FAULTS as error:
+        note_fallback(instead, error)
+
+
+_fallen_back: dict[str, str] = {}
+
+
+def note_fallback(instead: str, error: Exception) -> None:
+    """Warn of what runs ``instead`` as a kernel fails with ``error``. If it is an own one that cannot be compiled or
+    loaded, keep that for `fallen_back`."""
+    logger.warning("%s: %s", instead, error)
+    if isinstance(error, FAULTS):
+        _fallen_back.setdefault(instead, str(error).partition("\n")[0])
+
+
+def fallen_back() -> tuple[str, ...]:
+    """What runs instead of own kernels in this process, as these could not be compiled or loaded, with the first line
+    of the error; once for each. Empty unless something is wrong: whatever is measured otherwise is of other kernels."""
+    return tuple(f"{instead}: {reason}" for instead, reason in _fallen_back.items())
 
 
 def _open_nvrtc() -> ctypes.CDLL:

@@ -19,7 +19,7 @@ from headrace.kernels.collective import COLLECTIVES, BegunSum, Collectives, Lent
 from headrace.kernels.collective.calls import begin_compiling
 from headrace.kernels.collective.mailbox import HANDLE_BYTES, Mailbox
 from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
-from headrace.kernels.cuda_source import CudaSourceError
+from headrace.kernels.cuda_source import CudaSourceError, note_fallback
 from headrace.kernels.operation import KernelQuery
 from headrace.parallel.group import Group, Lending, PeerTimeout, Waits
 from headrace.parallel.limits import MOST_SENDING_RANKS, measure_limits
@@ -277,6 +277,7 @@ def _make_collectives(
         collectives.prepare(torch.bfloat16)
         return collectives, ""
     except (CudaSourceError, OSError, AttributeError) as error:
+        note_fallback(GIVEN_UP, error)
         return collectives, f"cannot compile: {error}"
 
 

@@ -211,7 +211,7 @@ class Engine:
         tiers = msgspec.structs.replace(stats.tiers, hot_slots=self.executor.hot_slots)
         return msgspec.structs.replace(
             stats, experts=self.executor.experts, adapters=self.adapters.stats(), tiers=tiers,
-            late_kernels_total=self.executor.late_kernels,
+            late_kernels_total=self.executor.late_kernels, kernel_fallbacks_total=len(self.executor.fallen_back),
         )
 
     def reset_prefix_cache(self) -> bool:

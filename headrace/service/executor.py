@@ -103,6 +103,10 @@ class Executor(Protocol):
     def late_kernels(self) -> int:
         """Kernels that were compiled while a step waited; 0 if warm-up has compiled all that are used."""
 
+    @property
+    def fallen_back(self) -> tuple[str, ...]:
+        """What runs instead of kernels that could not be compiled or loaded here, and why; empty as a rule."""
+
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""
 

@@ -216,6 +216,8 @@ def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChanne
     loop = EngineLoop(engine, channel)
     signal.signal(END_SIGNAL, lambda *_: loop.stop())
     logger.info(stages.describe())
+    if engine.executor.fallen_back:
+        logger.warning("slower than this GPU is; fallen back: %s", "; ".join(engine.executor.fallen_back))
     channel.send(Ready(engine.executor.facts, engine.executor.memory))
     return loop
 

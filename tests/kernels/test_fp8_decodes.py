@@ -229,6 +229,7 @@ def test_the_backend_asks_for_it_on_hopper(change, is_taken, monkeypatch):
     assert asked == (["fp8_decodes"] if is_taken else ["decode"])
 
 
+@pytest.mark.usefixtures("breaks_kernels")
 def test_without_a_compiler_it_is_left_to_triton(monkeypatch, caplog):
     def refuse(name, *_, **macros):
         raise CudaSourceError(f"{name}.cu: no nvrtc")

@@ -171,6 +171,7 @@ def test_the_backend_plans_chunks_for_its_kernel(case, is_open, in_interpreter):
 
 
 @pytest.mark.interpreted
+@pytest.mark.usefixtures("breaks_kernels")
 def test_chunks_take_tritons_kernel_where_the_own_one_does_not_compile(monkeypatch, caplog):
     def refuse(name, *_, **macros):
         raise CudaSourceError(f"{name}.cu: no nvrtc")

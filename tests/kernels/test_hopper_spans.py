@@ -136,6 +136,7 @@ def test_captured_calls(on_hopper: None):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("breaks_kernels")
 def test_without_a_compiler(on_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     def fail(*args: object, **macros: object) -> None:
         raise CudaSourceError("no compiler")

@@ -224,6 +224,7 @@ def test_takes_mxfp4_in_steps_of_16_inputs():
     assert not parts.takes(fp8, codes)
 
 
+@pytest.mark.usefixtures("breaks_kernels")
 def test_other_products_run_where_it_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

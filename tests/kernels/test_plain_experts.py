@@ -116,6 +116,7 @@ def test_what_the_kernels_cannot_read_is_passed_on(passed_on: list[torch.Tensor]
     assert len(passed_on) == 6
 
 
+@pytest.mark.usefixtures("breaks_kernels")
 def test_triton_runs_where_own_cuda_does_not_compile(
     passed_on: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -71,6 +71,7 @@ def test_experts_with_other_numbers_are_dequantised(tmp_path: Path, monkeypatch:
     assert layer.experts.gate_up.stored is None
 
 
+@pytest.mark.usefixtures("breaks_kernels")
 def test_experts_whose_kernels_do_not_run_are_dequantised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -97,6 +97,7 @@ class FakeExecutor:
 
     FAIL_LAUNCH, FAIL_RESULT, DIE, HANG, LATE = 251, 252, 253, 254, 255
     experts, hot_slots, late_kernels = ExpertStats(), HotSlotStats(), 3
+    fallen_back = ("products are torch's: product.cu: no compiler",)
     adapters = NoAdapters()
 
     def __init__(self, config: EngineConfig, *, delay_s: float = 0.0, layout: CacheLayout | None = None):

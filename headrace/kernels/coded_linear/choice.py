@@ -32,7 +32,7 @@ from headrace.kernels.coded_linear import (
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
-from headrace.kernels.cuda_source import CudaSourceError
+from headrace.kernels.cuda_source import CudaSourceError, note_fallback
 from headrace.kernels.linear import LINEAR_FLOAT, Norm
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
@@ -329,7 +329,7 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Timer) -> Times:
                 raise  # a `RuntimeError`, but of this moment and not of the solution
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
                 left_out.add(name)
-                logger.warning("coded product %s is left out from %d rows on: %s", name, rows, error)
+                note_fallback(f"coded product {name} is left out from {rows} rows on", error)
         times[rows] = found
     return times
 

@@ -18,6 +18,7 @@ from torch import nn
 from headrace.base import env
 from headrace.kernels.coded_linear.choice import MOST_ERROR, find_faults
 from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.cuda_source import note_fallback
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.moe import CODED_EXPERTS, MANY_CODED_EXPERTS, MOST_CODED_PAIRS_EACH, RUN_EXPERTS, is_few
 from headrace.kernels.operation import KernelQuery, choose_fused
@@ -139,7 +140,7 @@ def _measure(module: MoeMlp, about: str, time: Callable[[Callable[[], Any]], flo
         try:
             out = coded(*step).float()
         except find_faults() as error:
-            logger.warning("kernels for experts in codes do not run here; they are dequantised: %s", error)
+            note_fallback("kernels for experts in codes do not run here; they are dequantised", error)
             return 0.0
         if not float((out - expected).norm()) <= MOST_ERROR * float(expected.norm()):
             logger.warning("kernels for experts in codes give other numbers than plain ones; they are dequantised")

@@ -195,6 +195,11 @@ class RankedExecutor(Pace):
         """Those of rank 0."""
         return self._executor.late_kernels
 
+    @property
+    def fallen_back(self) -> tuple[str, ...]:
+        """Those of rank 0."""
+        return self._executor.fallen_back
+
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a plan on all ranks."""
         self._may_record = True

@@ -45,6 +45,9 @@ COUNTERS = {
     "failed_steps_total": ("failed_steps", "Steps that raised an error."),
     "steps_total": ("engine_steps", "Steps computed."),
     "late_kernels_total": ("late_kernels", "Kernels compiled while a step waited; 0 where the start found all."),
+    "kernel_fallbacks_total": (
+        "kernel_fallbacks", "Kernels that could not be compiled or loaded, in whose place slower ones run."
+    ),
     "evicted_pages_total": ("evicted_pages", "Cached pages evicted for other requests."),
 }
 
