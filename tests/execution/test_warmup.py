@@ -157,7 +157,7 @@ def test_steps_of_any_size_find_their_products(outputs: int, inputs: int, monkey
     def variants(rows: int) -> tuple[object, ...]:
         size = outputs * inputs
         return (
-            hopper.choose_tile(rows, size), hopper.choose_sums_tile(rows, outputs, inputs),
+            hopper.choose_tile(rows, outputs, inputs), hopper.choose_sums_tile(rows, outputs, inputs),
             hopper.choose_gated_tile(rows, size), rows > gemv_rows(size),
         )
 
