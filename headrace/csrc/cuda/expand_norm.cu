@@ -8,6 +8,7 @@
 
 #include "numbers.cuh"
 #include "hopper.cuh"
+#include "cluster_sums.cuh"
 #include "additions.cuh"
 
 constexpr int WARPS = 16, CLUSTER = 4;
@@ -23,21 +24,6 @@ struct Call {
   int x_stride, residual_stride, partials, per_block;  // clusters for a block of rows
   float eps, offset;
 };
-
-// A sum of squares for another block of the cluster, whose barrier counts its bytes.
-__device__ __forceinline__ void send(const float *place, uint32 bar, uint32 program, float value) {
-  asm volatile("{ .reg .b32 there, theirs;\n"
-               "mapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 theirs, %1, %2;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [theirs]; }"
-               ::"r"(shared_address(place)), "r"(bar), "r"(program), "f"(value) : "memory");
-}
-
-// As `wait_for`, the first time, for what blocks of the cluster have sent.
-__device__ __forceinline__ void wait_for_sums(uint32 bar) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra AGAIN; }" ::"r"(bar), "r"(0) : "memory");
-}
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS, GROUPS > 1 ? 1 : 2)
     expand_norm(const __grid_constant__ Call call) {
@@ -63,7 +49,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   const Rows rows(in, slot, first, count);  // nor which rows are whose
   if (threadIdx.x == 0) {
     init_barrier(bar, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
     expect_bytes(bar, CLUSTER * ROWS * 4);
   }
   __syncthreads();
@@ -148,7 +134,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) sum += squares[i][lane % ROWS];
-    send(&all_squares[program][lane % ROWS], bar, lane / ROWS, sum);
+    send(shared_address(&all_squares[program][lane % ROWS]), bar, lane / ROWS, sum);
   }
   wait_for_sums(bar);  // of all blocks, so that nobody writes to one that has ended
 #pragma unroll

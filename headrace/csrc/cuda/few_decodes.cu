@@ -17,6 +17,7 @@
 // that are rotated, INTERLEAVED; NORM; SOFTCAP; FP8: pages of e4m3, and queries in float16 instead of bfloat16.
 
 #include "numbers.cuh"
+#include "cluster_sums.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, UNIT = 16;
 constexpr int KEYS = UNIT;                          // of a tile
@@ -58,26 +59,8 @@ __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_
 // Relaxed: releasing memory would be a fence of the GPU's memory, and wait for keys and values that were just written.
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void expect_bytes(uint32 bar, uint32 bytes) {  // of its only phase
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-               "fence.mbarrier_init.release.cluster;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(uint32 bar) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-               "@!done bra AGAIN; }" ::"r"(bar) : "memory");
-}
-// To the same place in another block of the cluster, whose barrier counts its bytes.
-__device__ __forceinline__ void send(const float *own, uint32 bar, int block, float4 v) {
-  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar]; }"
-               ::"r"(address(own)), "r"(bar), "r"(block), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-__device__ __forceinline__ void send(const float *own, uint32 bar, int block, float2 v) {
-  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [bar]; }"
-               ::"r"(address(own)), "r"(bar), "r"(block), "f"(v.x), "f"(v.y) : "memory");
-}
+template <class T>
+__device__ __forceinline__ void send(const float *own, uint32 bar, int block, T v) { send(address(own), bar, block, v); }
 __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -337,7 +320,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   Room &room = *(Room *)(memory + WARPS * RING);
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER, head = tile % call.kv_heads, row = tile / call.kv_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, heads = call.kv_heads * G;
-  if (threadIdx.x == 0) expect_bytes(address(&room.there), sizeof(room.stats) + sizeof(room.values));
+  if (threadIdx.x == 0) {
+    expect_sums(address(&room.there), sizeof(room.stats) + sizeof(room.values));
+    publish_barriers();
+  }
   arrive();  // a block's memory may be written once it has started
   char *ring = memory + warp * RING;
   const uint32 ring_at = address(ring);
@@ -424,6 +410,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   __syncthreads();
   await();
   send_sums(memory, room, rank);
-  wait_for_bytes(address(&room.there));  // then nobody sends to a block that has ended
+  wait_for_sums(address(&room.there));  // then nobody sends to a block that has ended
   complete(call, room, row, head, rank, sink);
 }

@@ -13,6 +13,7 @@
 
 #include "numbers.cuh"
 #include "hopper.cuh"
+#include "cluster_sums.cuh"
 
 constexpr int BLOCK = 128, TILE = 64, TILE_OUTPUTS = DOWN ? TILE : TILE / 2;
 constexpr int BLOCK_BYTES = TILE * BLOCK, STAGE_BYTES = UNIT * BLOCK_BYTES, COLUMNS = 8, X_BLOCK = COLUMNS * BLOCK;
@@ -43,19 +44,6 @@ struct Shared {
 };
 
 __device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(MATH) : "memory"); }
-
-// A float to the same place in another program of the cluster, whose barrier counts its bytes.
-__device__ __forceinline__ void send_to(int program, uint32 to, uint32 bar, float v) {
-  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [bar]; }"
-               ::"r"(to), "r"(bar), "r"(program), "f"(v) : "memory");
-}
-// As `wait_for`, for what programs of the cluster have sent.
-__device__ __forceinline__ void wait_for_cluster(uint32 bar) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra AGAIN; }" ::"r"(bar), "r"(0) : "memory");
-}
 
 // UNIT blocks from `block` on of 64 rows of the weight from `row` on, or of 32 of gate and of up
 __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint32 bar, int row, int block) {
@@ -366,7 +354,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         if (token < call.tokens) {
           const int row = warp * 16 + lane / 4 + 8 * (i / 2);
           const float *to = parts + place_of(call.tokens, nth_item / SPLITS, w.split, group, token, row);
-          send_to(nth_item % SPLITS, shared_address(to), shared_address(&s.there), both);
+          send(shared_address(to), shared_address(&s.there), nth_item % SPLITS, both);
         }
       }
     }
@@ -374,6 +362,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   // No barrier of the cluster here: it would be a fence of the GPU's memory too. Who adds nothing up ends.
   if (group == GROUPS) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   if (count_own(w) == 0) return;
-  wait_for_cluster(shared_address(&s.there));
+  wait_for_sums(shared_address(&s.there));
   finish(call, s, w, parts);
 }

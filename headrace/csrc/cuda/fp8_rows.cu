@@ -19,6 +19,7 @@
 
 #include "numbers.cuh"
 #include "hopper.cuh"
+#include "cluster_sums.cuh"
 
 constexpr int BLOCK = 128, TILE = HEIGHT, BLOCK_BYTES = TILE * BLOCK, STAGE_BYTES = UNIT * BLOCK_BYTES;
 constexpr int TILE_OUTPUTS = GATE ? TILE / 2 : TILE;
@@ -183,19 +184,6 @@ __device__ __forceinline__ void find_factors(const Call &call, const Memory &s) 
     for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
     if (lane == 0) s.factors[m] = rsqrtf(square / call.inputs + call.eps);
   }
-}
-
-// Four floats to the same place in the first program of the cluster, whose barrier counts their bytes.
-__device__ __forceinline__ void send_to_first(uint32 to, uint32 bar, const float *v) {
-  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, 0; mapa.shared::cluster.u32 bar, %1, 0;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [bar]; }"
-               ::"r"(to), "r"(bar), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-// As `wait_for`, for what other programs of the cluster have sent.
-__device__ __forceinline__ void wait_for_cluster(uint32 bar, uint32 parity) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
 }
 
 // Store a tile's sums, of warpgroup 0.
@@ -450,11 +438,12 @@ __launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, co
 #pragma unroll
     for (int i = 0; i < SUMS / 4; i++) {
       const int place = ((split - 1) * SUMS / 4 + i) * 128 + threadIdx.x;
-      send_to_first(shared_address(s.others + 4 * place), s.there, total_sum + 4 * i);
+      const float *part = total_sum + 4 * i;
+      send(shared_address(s.others + 4 * place), s.there, 0, float4{part[0], part[1], part[2], part[3]});
     }
     return;
   }
-  wait_for_cluster(s.there, 0);
+  wait_for_sums(s.there);
 #pragma unroll
   for (int other = 0; other < SPLITS - 1; other++)
 #pragma unroll

@@ -11,6 +11,7 @@
 // SCORE and RENORMALISE of route_choice.cuh.
 
 #include "numbers.cuh"
+#include "cluster_sums.cuh"
 #include "route_choice.cuh"
 
 constexpr int THREADS = 32 * WARPS, OWN = 16 * TILES, EIGHTS = TOKENS / 8;
@@ -39,21 +40,6 @@ __device__ __forceinline__ void copy(uint32 to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void expect(uint32 barrier, uint32 bytes) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-               "fence.mbarrier_init.release.cluster;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// To the same place in another block of the cluster.
-__device__ __forceinline__ void send(uint32 to, uint32 barrier, int block, float v) {
-  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [bar]; }"
-               ::"r"(to), "r"(barrier), "r"(block), "f"(v) : "memory");
-}
-__device__ __forceinline__ void receive(uint32 barrier) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-               "@!done bra AGAIN; }" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ int find_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -68,7 +54,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int first = blockIdx.x / CLUSTER * TOKENS, count = min(TOKENS, call.tokens - first), eights = call.inputs / 8;
   const int own = (count - rank + CLUSTER - 1) / CLUSTER;  // tokens `rank`, `rank` + CLUSTER...; none where negative
   const uint32 barrier = address(&room.there);
-  if (threadIdx.x == 0 && own > 0) expect(barrier, own * EXPERTS * 4);
+  if (threadIdx.x == 0 && own > 0) {
+    expect_sums(barrier, own * EXPERTS * 4);
+    publish_barriers();
+  }
   __syncwarp();
   // no block sends to another before that one's barrier is there
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -140,7 +129,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
   if (!chooses) return;
   __syncwarp();
-  receive(barrier);
+  wait_for_sums(barrier);
   for (int slot = warp; slot < own; slot += WARPS) {
     float logits[PER_LANE];
 #pragma unroll

@@ -9,6 +9,7 @@
 // sqrt_softplus; RENORMALISE.
 
 #include "numbers.cuh"
+#include "cluster_sums.cuh"
 #include "route_choice.cuh"
 
 constexpr int CLUSTER = 8, WARPS = 8, THREADS = 32 * WARPS;
@@ -34,21 +35,6 @@ __device__ __forceinline__ void copy16(uint32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// A float to the same place in the first block of the cluster, whose barrier counts its bytes.
-__device__ __forceinline__ void send_to_first(const float *own, uint32 bar, float value) {
-  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, 0; mapa.shared::cluster.u32 bar, %1, 0;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %2, [bar]; }" ::"r"(address(own)),
-               "r"(bar), "f"(value) : "memory");
-}
-__device__ __forceinline__ void expect_bytes(uint32 bar, uint32 bytes) {  // of its only phase
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-               "fence.mbarrier_init.release.cluster;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(uint32 bar) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-               "@!done bra AGAIN; }" ::"r"(bar) : "memory");
-}
 // Relaxed: releasing memory would be a fence of the GPU's memory, and wait for rows that were just written.
 __device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -64,7 +50,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int token = blockIdx.x / CLUSTER, rank = find_rank(), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __shared__ __align__(8) uint64 there;
   const uint32 bar = address(&there);
-  if (rank == 0 && threadIdx.x == 0) expect_bytes(bar, EXPERTS * SHARES * 4);
+  if (rank == 0 && threadIdx.x == 0) {
+    expect_sums(bar, EXPERTS * SHARES * 4);
+    publish_barriers();
+  }
   __syncthreads();
   arrive();  // a block's memory may be written once it has started
   const int eights = call.inputs / 8, num_own = max(0, min(OWN, EXPERTS - rank * OWN));
@@ -154,10 +143,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
     const float sum = sum_of_warp(sums[e]);
-    if (lane == 0 && first + e < num_own) send_to_first(parts + (rank * OWN + first + e) * SHARES + share, bar, sum);
+    if (lane == 0 && first + e < num_own) send(address(parts + (rank * OWN + first + e) * SHARES + share), bar, 0, sum);
   }
   if (chooses) {
-    wait_for_bytes(bar);
+    wait_for_sums(bar);
     __syncwarp();
     float logits[PER_LANE];
 #pragma unroll

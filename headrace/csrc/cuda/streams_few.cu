@@ -16,6 +16,7 @@
 
 #include "mailbox.cuh"
 #include "stream_weights.cuh"
+#include "cluster_sums.cuh"
 
 constexpr int ROW = 32;  // a row of sums: WEIGHTS products, then the sum of squares
 constexpr int WORKERS = COLUMNS, WARPS = WORKERS / 32, THREADS = WORKERS + 32;  // whole warps
@@ -43,33 +44,6 @@ __device__ __forceinline__ uint16 narrow(float x) {  // to nearest, ties to even
 
 __device__ __forceinline__ uint32 address_of(const void *at) {
   return static_cast<uint32>(__cvta_generic_to_shared(at));
-}
-
-// Blocks of a cluster send each other sums, and a barrier of the receiver counts the bytes that have come. A sender
-// waits for nothing, where a barrier of the cluster would have it wait for all that it has stored in global memory. No
-// block ends before it has what all others send it.
-__device__ __forceinline__ void expect(uint32 barrier, uint32 bytes) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-#define TO_BLOCK \
-  "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 bar, %1, %2;\n"
-
-__device__ __forceinline__ void send(uint32 to, uint32 barrier, int block, float4 v) {
-  asm volatile(TO_BLOCK
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar]; }"
-               ::"r"(to), "r"(barrier), "r"(block), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-__device__ __forceinline__ void send(uint32 to, uint32 barrier, int block, float v) {
-  asm volatile(TO_BLOCK "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [bar]; }"
-               ::"r"(to), "r"(barrier), "r"(block), "f"(v) : "memory");
-}
-
-__device__ __forceinline__ void receive(uint32 barrier) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-               "@!done bra AGAIN; }" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
@@ -231,9 +205,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const float scale = is_weight ? call.scale[lane < S ? 0 : lane < 2 * S ? 1 : 2] : 0.f;
   const float base = is_weight ? call.base[lane] : 0.f;
   if (threadIdx.x == 0) {
-    expect(address_of(&shared.sums_there), sizeof(shared.sums));
-    expect(address_of(&shared.squares_there), sizeof(shared.squares));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    expect_sums(address_of(&shared.sums_there), sizeof(shared.sums));
+    expect_sums(address_of(&shared.squares_there), sizeof(shared.squares));
+    publish_barriers();
   }
   __syncwarp();
   // no block sends to another before that one's barriers are there
@@ -265,7 +239,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     send(address_of((float4 *)shared.sums[rank] + four), address_of(&shared.sums_there), at % CLUSTER, sum);
   }
-  receive(address_of(&shared.sums_there));
+  wait_for_sums(address_of(&shared.sums_there));
   if (!is_worker) {
     if (rank < TOKENS && first + rank < call.tokens)
       balance(call, weigh(call, shared, rank, lane, scale, base), first + rank, lane);
@@ -296,7 +270,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int warp = 0; warp < WARPS; warp++) square += shared.parts[warp][t][0];
     send(address_of(&shared.squares[t][rank]), address_of(&shared.squares_there), at % CLUSTER, square);
   }
-  receive(address_of(&shared.squares_there));
+  wait_for_sums(address_of(&shared.squares_there));
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
     float square = 0.f;
