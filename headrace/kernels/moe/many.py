@@ -24,9 +24,9 @@ from headrace.kernels.rowwise import Gate
 FP8_TILE = wide.Tile(256)
 LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24
 """Pairs per expert, on average, from which this is faster than `hopper` on an H200."""
-MXFP4_ROWS = (16, 32, 48, 64, 96, 128, 256)
-"""Of tiles."""
-PROBE = (MXFP4_ROWS[0], "")
+MXFP4_ROWS = (48, 64, 96, 128, 256)
+"""Of tiles. Experts of fewer rows are left to `parts`."""
+PROBE = (16, "")
 """Rows and gate of the kernel that FP8, which `wide` multiplies, is tried with: it tells if there is a compiler."""
 
 
@@ -62,10 +62,8 @@ def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
 @cache_compiled
 def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) -> bool:
     """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of
-    any size need: those of a start are small or the largest, and no request may wait for a compiler. Fewer rows than
-    these tiles have are left to `parts`."""
-    rows_of_mxfp4 = (rows for rows in MXFP4_ROWS if rows > parts.MOST_ROWS)
-    wanted = product(rows_of_mxfp4, ("", gate)) if code is Code.E2M1 else [PROBE]
+    any size need: those of a start are small or the largest, and no request may wait for a compiler."""
+    wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [PROBE]
     with fallback("experts of many tokens run in Triton, or dequantised"):
         for rows, kind in wanted:
             sorted_rows.find_kernel(_tile_of(rows), kind, num_experts, device)

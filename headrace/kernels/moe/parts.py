@@ -59,8 +59,7 @@ class Tile:
 
 
 TILES = (Tile(8, 4, True), Tile(16, 4, False), Tile(32, 4, False))
-MOST_ROWS = max(tile.rows for tile in TILES)
-"""Of more, as one of 48 (238 us a layer of gpt-oss-20b on an H200), `sorted_rows` is faster (206)."""
+"""With 48 rows experts of gpt-oss-20b take 238 us on an H200, and 206 by `sorted_rows`."""
 
 
 class _Call(ctypes.Structure):
