@@ -93,7 +93,9 @@ def has_memory(parameter: torch.Tensor) -> bool:
 def ensure_memory(parameter: torch.Tensor) -> None:
     """Give memory, uninitialised, to a deferred parameter and its spare rows; others stay as they are."""
     if not has_memory(parameter):
-        parameter.untyped_storage().resize_(parameter.nbytes + parameter.nbytes // len(parameter) * spare_of(parameter))
+        num_spare = spare_of(parameter)
+        spare_bytes = num_spare * (parameter.nbytes // len(parameter)) if num_spare else 0  # a scalar has no rows
+        parameter.untyped_storage().resize_(parameter.nbytes + spare_bytes)
 
 
 def spare_of(parameter: torch.Tensor) -> int:
