@@ -82,6 +82,15 @@ __device__ __forceinline__ uint32 look_word(const float *from) {
   return v;
 }
 
+// Blocks that do not all run at once, as where others take multiprocessors for ever, would wait for each other without
+// end: after many looks, which take some ten minutes, the launch fails. Ranks have given up before.
+struct Looks {
+  uint32 number = 0;
+  __device__ __forceinline__ void count() {
+    if (++number == 1u << 30) __trap();
+  }
+};
+
 __device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
 // c [16, 8] += a [16, 16] * b [16, 8]
@@ -276,10 +285,12 @@ __device__ __forceinline__ void weigh_near(
   const int lane = threadIdx.x % 32, begin = threadIdx.x / 32 * EACH;
   // One vector is waited for before all are asked for: those who wait would keep the L2 from those who are late.
   const int some = (threadIdx.x / 32 * 8 + lane / 4) % SPLITS;
-  while (!has_arrived(look(exchange.near[turn][begin < TOKENS ? begin : 0][some] + lane % 4 * 4))) continue;
+  Looks looks;
+  while (!has_arrived(look(exchange.near[turn][begin < TOKENS ? begin : 0][some] + lane % 4 * 4))) looks.count();
   uint4 parts[EACH][ROUNDS];
   bool waits = true;
   while (waits) {
+    looks.count();
     waits = false;
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -345,7 +356,9 @@ __device__ __forceinline__ void weigh_far(
   const float *from = is_square ? exchange.near[turn][t][0] + S + lane - WEIGHTS : exchange.far[turn][t][0] + lane - S;
   uint32 parts[SPLITS];
   bool waits = is_there;
+  Looks looks;
   do {
+    looks.count();
 #pragma unroll
     for (int split = 0; split < SPLITS; split++)
       parts[split] = is_there ? look_word(from + split * (is_square ? NEAR : FAR)) : 0;
