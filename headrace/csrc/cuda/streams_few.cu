@@ -1,8 +1,8 @@
 // Hyper-connections of four streams for few tokens: from one sublayer's output to the next one's input in one kernel.
 //
-// A cluster of CLUSTER blocks has TOKENS tokens; each block has COLUMNS of the hidden size of all streams, a thread one
-// column. Weights are loaded before the wait, as no kernel writes them: to shared memory, for one token a third of them
-// to registers, so that a block finds room beside one of the kernel before (fp8_rows.cu takes 140 KB and 72 registers a
+// A cluster of CLUSTER blocks has a token; each block has COLUMNS of the hidden size of all streams, a thread one
+// column. Weights are loaded before the wait, as no kernel writes them: to shared memory, a third of them to registers,
+// so that a block finds room beside one of the kernel before (fp8_rows.cu takes 140 KB and 72 registers a
 // thread) and does not begin only when that has ended. After the wait a thread reads its column, writes back what is
 // pending (with -DWRITES=1), and multiplies; sums of all blocks meet in each block's shared memory, so that each knows
 // the weights of the streams; the same once more for the norm. One warp more of a block balances the S x S matrix of a
@@ -11,8 +11,8 @@
 // With -DWORLD of 2 to 8 what is pending is one rank's part of a sum, which is added up first, by the threads that need
 // it: one kernel instead of two, and nothing goes to memory between them. Each block has the same columns on all ranks.
 //
-// Everything is float32. Compiled by NVRTC. -DGROUP: tokens whose sums a thread has at once; -DHELD: rows of its
-// weights that are in registers; -DTYPE=1 for mailboxes.
+// Everything is float32. Compiled by NVRTC. -DHELD: rows of a thread's weights that are in registers; -DTYPE=1 for
+// mailboxes.
 
 #include "mailbox.cuh"
 #include "stream_weights.cuh"
@@ -25,13 +25,11 @@ constexpr int EIGHTS = COLUMNS / 8;  // vectors of a block's columns
 constexpr bool SUMS = WORLD > 1;
 
 struct Shared {
-  float sums[CLUSTER][TOKENS][ROW];  // written by all blocks
-  float squares[TOKENS][CLUSTER];
-  float parts[WARPS][TOKENS][ROW];
-  float pre[TOKENS][S];
-  float post[TOKENS][S], mix[TOKENS][S][S];
-  uint4 totals[SUMS ? TOKENS : 1][SUMS ? EIGHTS : 1];  // what is pending, of all ranks
-  uint64 sums_there, squares_there;                    // barriers that wait for their bytes, once
+  float sums[CLUSTER][ROW], squares[CLUSTER];  // written by all blocks
+  float parts[WARPS][ROW];
+  float pre[S], post[S], mix[S][S];
+  uint4 totals[SUMS ? EIGHTS : 1];   // what is pending, of all ranks
+  uint64 sums_there, squares_there;  // barriers that wait for their bytes, once
 };
 
 __device__ __forceinline__ float widen(uint16 x) { return __uint_as_float(uint32(x) << 16); }
@@ -64,86 +62,69 @@ __device__ __forceinline__ float scatter_sums(float (&v)[2 * STEP], int lane) {
     return kept[0];
 }
 
-// Lane w: weight w of a token, before sigmoid and balance. `scale` and `base` are those of the weight, and were loaded
+// Lane w: weight w of the token, before sigmoid and balance. `scale` and `base` are those of the weight, and were loaded
 // before the wait.
 __device__ __forceinline__ float weigh(
-    const Call &call, const Shared &shared, int token, int lane, float scale, float base) {
+    const Call &call, const Shared &shared, int lane, float scale, float base) {
   float own = 0.f;
 #pragma unroll
-  for (int block = 0; block < CLUSTER; block++) own += shared.sums[block][token][lane];
+  for (int block = 0; block < CLUSTER; block++) own += shared.sums[block][lane];
   // the streams are normalised as one vector, after the products
   own *= rsqrtf(__shfl_sync(~0u, own, WEIGHTS) / (float(S) * call.width) + call.norm_eps);
   return own * scale + base;
 }
 
 #if WORLD > 1
-// What is pending, of all ranks: a vector of a token for each of the first threads.
-__device__ __forceinline__ void sum_ranks(const Call &call, Shared &shared, uint32 number, int64 first, int rank) {
-  const int t = threadIdx.x / EIGHTS, eight = threadIdx.x % EIGHTS;
-  if (t >= TOKENS || first + t >= call.tokens) return;
+// What is pending, of all ranks: a vector for each of the first threads.
+__device__ __forceinline__ void sum_ranks(const Call &call, Shared &shared, uint32 number, int64 token, int rank) {
+  const int eight = threadIdx.x;
+  if (eight >= EIGHTS) return;
   const int column = rank * COLUMNS + eight * 8;
-  uint4 own = *(const uint4 *)(call.out + (first + t) * call.out_stride + column);
-  if (call.more) own = add_two(own, *(const uint4 *)(call.more + (first + t) * call.more_stride + column));
+  uint4 own = *(const uint4 *)(call.out + token * call.out_stride + column);
+  if (call.more) own = add_two(own, *(const uint4 *)(call.more + token * call.more_stride + column));
   Patience patience(call.ranks);
   const uint64 each = call.width / 8;  // vectors of a token
-  shared.totals[t][eight] =
-      sum_vector(call.ranks, number, call.tokens * each, (first + t) * each + column / 8, own, patience);
+  shared.totals[eight] = sum_vector(call.ranks, number, call.tokens * each, token * each + column / 8, own, patience);
 }
 #endif
 
-// A thread's column of all tokens: what is pending is written back, in the dtype of the streams. All loads are on their
+// A thread's column of all streams: what is pending is written back, in the dtype of the streams. All loads are on their
 // way at once.
 __device__ __forceinline__ void read_column(
-    const Call &call, Shared &shared, float (&x)[TOKENS][S], int64 first, int column, uint32 number) {
-  constexpr int FACTORS = S * (1 + S), EACH = (TOKENS * FACTORS + WORKERS - 1) / WORKERS;  // of post and mix
-  uint16 own[TOKENS][S], out[TOKENS], more[TOKENS];
-  float factors[EACH];
+    const Call &call, Shared &shared, float (&x)[S], int64 token, int column, uint32 number) {
+  constexpr int FACTORS = S * (1 + S);  // of post and mix
+  static_assert(FACTORS <= WORKERS, "a thread reads one");
+  uint16 own[S];
+  const int k = threadIdx.x;
+  float factor = 0.f;
+  if (WRITES && k < FACTORS) factor = k < S ? call.post[token * S + k] : call.mix[token * S * S + k - S];
 #pragma unroll
-  for (int i = 0; i < (WRITES ? EACH : 0); i++) {
-    const int at = threadIdx.x + i * WORKERS, t = at / FACTORS, k = at % FACTORS;
-    factors[i] = 0.f;
-    if (t < TOKENS && first + t < call.tokens)
-      factors[i] = k < S ? call.post[(first + t) * S + k] : call.mix[(first + t) * S * S + k - S];
-  }
-#pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    const bool there = first + t < call.tokens;
-#pragma unroll
-    for (int s = 0; s < S; s++)
-      own[t][s] = there ? call.streams[(first + t) * call.token_stride + s * call.stream_stride + column] : 0;
-    out[t] = WRITES && !SUMS && there ? call.out[(first + t) * call.out_stride + column] : 0;
-    more[t] = WRITES && !SUMS && there && call.more ? call.more[(first + t) * call.more_stride + column] : 0;
-  }
+  for (int s = 0; s < S; s++) own[s] = call.streams[token * call.token_stride + s * call.stream_stride + column];
+  uint16 out = WRITES && !SUMS ? call.out[token * call.out_stride + column] : 0;
+  const uint16 more = WRITES && !SUMS && call.more ? call.more[token * call.more_stride + column] : 0;
 #if WORLD > 1
-  sum_ranks(call, shared, number, first, column / COLUMNS);
+  sum_ranks(call, shared, number, token, column / COLUMNS);
 #endif
-#pragma unroll
-  for (int i = 0; i < (WRITES ? EACH : 0); i++) {
-    const int at = threadIdx.x + i * WORKERS, t = at / FACTORS, k = at % FACTORS;
-    if (t < TOKENS) (k < S ? &shared.post[t][k] : &shared.mix[t][0][0] + (k - S))[0] = factors[i];
-  }
+  if (WRITES && k < FACTORS) (k < S ? &shared.post[k] : &shared.mix[0][0] + (k - S))[0] = factor;
   if (WRITES) sync_workers();  // post and mix, and totals, are in shared memory
+  if (SUMS) out = ((const uint16 *)shared.totals)[threadIdx.x];
+  const float written = widen(narrow(widen(out) + widen(more)));
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    if (SUMS) out[t] = ((const uint16 *)shared.totals[t])[threadIdx.x];
-    const float written = widen(narrow(widen(out[t]) + widen(more[t])));
+  for (int k = 0; k < S; k++) {
+    x[k] = widen(own[k]);
+    if (!WRITES) continue;
+    float sum = shared.post[k] * written;
 #pragma unroll
-    for (int k = 0; k < S; k++) {
-      x[t][k] = widen(own[t][k]);
-      if (!WRITES) continue;
-      float sum = shared.post[t][k] * written;
-#pragma unroll
-      for (int j = 0; j < S; j++) sum += shared.mix[t][j][k] * widen(own[t][j]);
-      const uint16 rounded = narrow(sum);  // first: the next sublayer sees what is written
-      x[t][k] = widen(rounded);
-      if (first + t < call.tokens) call.fresh[((first + t) * S + k) * call.width + column] = rounded;
-    }
+    for (int j = 0; j < S; j++) sum += shared.mix[j][k] * widen(own[j]);
+    const uint16 rounded = narrow(sum);  // first: the next sublayer sees what is written
+    x[k] = widen(rounded);
+    call.fresh[(token * S + k) * call.width + column] = rounded;
   }
 }
 
 struct Weights {  // of all streams, rows of WEIGHTS x S
-  float held[HELD ? HELD : 1];  // of the thread's column
-  float *shared;                // [WEIGHTS * S - HELD, COLUMNS], of the block's
+  float held[HELD];  // of the thread's column
+  float *shared;     // [WEIGHTS * S - HELD, COLUMNS], of the block's
 };
 
 // Ask for the weights. Loads are volatile, so that they are on their way before the wait.
@@ -164,29 +145,21 @@ __device__ __forceinline__ void load_weights(const Call &call, Weights &weights,
 }
 
 // Sums of a warp's columns, to `shared.parts`.
-__device__ __forceinline__ void multiply(const Weights &weights, Shared &shared, const float (&x)[TOKENS][S]) {
+__device__ __forceinline__ void multiply(const Weights &weights, Shared &shared, const float (&x)[S]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float total[ROW] = {};
+  const float *at = weights.shared + threadIdx.x;
 #pragma unroll
-  for (int first = 0; first < TOKENS; first += GROUP) {
-    float total[GROUP][ROW] = {};
-    const float *at = weights.shared + threadIdx.x;
+  for (int w = 0; w < WEIGHTS; w++) {
 #pragma unroll
-    for (int w = 0; w < WEIGHTS; w++) {
-#pragma unroll
-      for (int k = 0; k < S; k++) {
-        const int row = w * S + k;
-        const float weight = row < HELD ? weights.held[row % (HELD ? HELD : 1)] : at[(row - HELD) * COLUMNS];
-#pragma unroll
-        for (int t = 0; t < GROUP; t++) total[t][w] += weight * x[first + t][k];
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < GROUP; t++) {
-#pragma unroll
-      for (int k = 0; k < S; k++) total[t][WEIGHTS] += x[first + t][k] * x[first + t][k];
-      shared.parts[warp][first + t][lane] = scatter_sums<ROW / 2>(total[t], lane);
+    for (int k = 0; k < S; k++) {
+      const int row = w * S + k;
+      total[w] += (row < HELD ? weights.held[row % HELD] : at[(row - HELD) * COLUMNS]) * x[k];
     }
   }
+#pragma unroll
+  for (int k = 0; k < S; k++) total[WEIGHTS] += x[k] * x[k];
+  shared.parts[warp][lane] = scatter_sums<ROW / 2>(total, lane);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) pass_streams(
@@ -194,7 +167,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   extern __shared__ __align__(16) float fn[];
   __shared__ Shared shared;
   const int lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
-  const int64 first = int64(blockIdx.x / CLUSTER) * TOKENS;
+  const int64 token = blockIdx.x / CLUSTER;
   const bool is_worker = threadIdx.x < WORKERS;
   const int column = rank * COLUMNS + threadIdx.x % WORKERS;
   Weights weights;
@@ -214,13 +187,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  float x[TOKENS][S];
+  float x[S];
   uint32 number = 0;
 #if WORLD > 1
   uint32 *calls = ((Control *)call.ranks.mailboxes[call.ranks.rank])->sums;
   number = peek_word(&calls[blockIdx.x]);
 #endif
-  if (is_worker) read_column(call, shared, x, first, column, number);
+  if (is_worker) read_column(call, shared, x, token, column, number);
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
 #if WORLD > 1
@@ -229,7 +202,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (is_worker) multiply(weights, shared, x);
   __syncthreads();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  for (int at = threadIdx.x; at < TOKENS * ROW / 4 * CLUSTER; at += THREADS) {
+  for (int at = threadIdx.x; at < ROW / 4 * CLUSTER; at += THREADS) {
     const int four = at / CLUSTER;
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -241,43 +214,33 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
   wait_for_sums(address_of(&shared.sums_there));
   if (!is_worker) {
-    if (rank < TOKENS && first + rank < call.tokens)
-      balance(call, weigh(call, shared, rank, lane, scale, base), first + rank, lane);
+    if (rank == 0) balance(call, weigh(call, shared, lane, scale, base), token, lane);
     return;
   }
-  for (int t = threadIdx.x / 32; t < TOKENS; t += WARPS) {
-    const float own = weigh(call, shared, t, lane, scale, base);
-    if (lane < S) shared.pre[t][lane] = sigmoid(own) + call.eps;
+  if (threadIdx.x < 32) {
+    const float own = weigh(call, shared, lane, scale, base);
+    if (lane < S) shared.pre[lane] = sigmoid(own) + call.eps;
   }
   sync_workers();
-  uint16 sum[TOKENS];
+  float total = 0.f;
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    float total = 0.f;
+  for (int k = 0; k < S; k++) total += shared.pre[k] * x[k];
+  const uint16 sum = narrow(total);  // the norm sees the rounded sum
+  float square = widen(sum) * widen(sum);
 #pragma unroll
-    for (int k = 0; k < S; k++) total += shared.pre[t][k] * x[t][k];
-    sum[t] = narrow(total);  // the norm sees the rounded sum
-    float square = widen(sum[t]) * widen(sum[t]);
-#pragma unroll
-    for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
-    if (lane == 0) shared.parts[threadIdx.x / 32][t][0] = square;
-  }
+  for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
+  if (lane == 0) shared.parts[threadIdx.x / 32][0] = square;
   sync_workers();
-  for (int at = threadIdx.x; at < TOKENS * CLUSTER; at += WORKERS) {
-    const int t = at / CLUSTER;
-    float square = 0.f;
+  if (threadIdx.x < CLUSTER) {
+    float own = 0.f;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) square += shared.parts[warp][t][0];
-    send(address_of(&shared.squares[t][rank]), address_of(&shared.squares_there), at % CLUSTER, square);
+    for (int warp = 0; warp < WARPS; warp++) own += shared.parts[warp][0];
+    send(address_of(&shared.squares[rank]), address_of(&shared.squares_there), threadIdx.x, own);
   }
   wait_for_sums(address_of(&shared.squares_there));
+  float squares = 0.f;
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    float square = 0.f;
-#pragma unroll
-    for (int block = 0; block < CLUSTER; block++) square += shared.squares[t][block];
-    const float factor = rsqrtf(square / call.width + call.norm_eps);
-    if (first + t < call.tokens)
-      call.x[(first + t) * call.width + column] = narrow(widen(sum[t]) * factor * norm);
-  }
+  for (int block = 0; block < CLUSTER; block++) squares += shared.squares[block];
+  const float factor = rsqrtf(squares / call.width + call.norm_eps);
+  call.x[token * call.width + column] = narrow(widen(sum) * factor * norm);
 }

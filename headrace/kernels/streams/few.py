@@ -88,7 +88,7 @@ def find_kernel(width: int, device: torch.device, *, writes: bool, ranks: int = 
     with fallback("hyper-connections of few tokens take two kernels"), torch.cuda.device(device):
         kernel = load_kernel(
             "streams_few", device, count_shared_bytes(width), "pass_streams", CLUSTER=CLUSTER, COLUMNS=width // CLUSTER,
-            TOKENS=1, GROUP=1, HELD=HELD, WRITES=int(writes), WORLD=ranks, TYPE=TYPES[torch.bfloat16],
+            HELD=HELD, WRITES=int(writes), WORLD=ranks, TYPE=TYPES[torch.bfloat16],
         )
         kernel.share_multiprocessors()  # with the kernels before and behind it
         count = kernel.count_clusters(CLUSTER, width // CLUSTER + 32)
