@@ -25,6 +25,7 @@ from headrace.execution.loading import (
 )
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
+from headrace.layers.moe.balancing import list_mixtures
 from headrace.layers.quantization.storage import store_fastest
 from headrace.layers.self_attention import AttentionLayer
 from headrace.models.checkpoint import open_weights
@@ -148,10 +149,14 @@ def load_draft(
     source = resolve_source(model_config) if kind.has_checkpoint else target.source
     is_dummy = model_config.load_format == "dummy"
     keeps = keeps_blocks(source, model_config, device, target.dtype, progress)
+    experts = _divide_experts(config, target.ranks)
+    # a module of the target's checkpoint has as many experts as the target; those of other models stay where they are
+    moves_experts = target.balancer is not None and not kind.has_checkpoint and not experts.is_single
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
         schemes=choose_schemes(source, model_config, target.dtype, device, keeps_blocks=keeps), keeps_blocks=keeps,
-        tensor=target.ranks.tensor, experts=_divide_experts(config, target.ranks),
+        tensor=target.ranks.tensor, experts=experts, moves_experts=moves_experts,
+        redundant_experts=config.parallel.balancing.num_redundant_experts,
     )
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),
@@ -167,11 +172,15 @@ def load_draft(
         if is_dummy:
             fill_dummy_weights(model, config.model.seed, std=read_initializer_range(source.config))
         else:
+            wants = kind.wants(query)
             model.load_weights(open_weights(
                 source, load_format=model_config.load_format, device=device, dtype=build.dtype,
-                keeps_blocks=build.keeps_blocks, wants=kind.wants(query), narrowing=model.find_narrowing(),
+                keeps_blocks=build.keeps_blocks, narrowing=model.find_narrowing(),
+                wants=model.wants if wants is None else lambda name: wants(name) and model.wants(name),
             ))
         build.schemes.finish(model)
+        if moves_experts and target.balancer is not None:
+            target.balancer.include(list_mixtures(model))
         if device.type == "cpu":
             store_fastest(model)
     groups = join_layers(

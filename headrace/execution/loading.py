@@ -28,10 +28,9 @@ from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.model import ServedModel
-from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
+from headrace.layers.moe.balancing import ExpertBalancer, find_balancer, list_mixtures
 from headrace.layers.moe.choice import keep_faster_experts
 from headrace.layers.moe.contract import Mixture
-from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
@@ -189,7 +188,8 @@ def load_model(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
             schemes=schemes, keeps_blocks=keeps, tensor=group,
             experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
-            all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb, stage=stage,
+            all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb,
+            redundant_experts=config.parallel.balancing.num_redundant_experts, stage=stage,
             scales_cache=resolved == torch.float8_e4m3fn,
             # beside weights of 8 or 4 bits, additions in more would be read for longer than they are worth
             adapters=choose_banks(config, is_coded=rounds_inputs and device.type == "cpu"),
@@ -219,7 +219,7 @@ def _finish(
         progress("choosing kernels", 0.8)
         keep_faster_experts(model)
     # A stage may have dense layers alone.
-    has_experts = build.stage.is_whole or any(isinstance(module, MoeMlp) for module in model.modules())
+    has_experts = build.stage.is_whole or bool(list_mixtures(model))
     moves_experts = build.moves_experts and has_experts
     balancer = find_balancer(model, build.experts, config.parallel.balancing) if moves_experts else None
     if build.device.type == "cpu":

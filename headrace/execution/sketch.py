@@ -48,6 +48,7 @@ def kernels_ahead(config: EngineConfig, device: torch.device, ranks: Ranks, asse
     about = (
         source.config, config.model.dtype, config.model.max_model_len, config.scheduler, config.cache, config.device,
         config.adapters, config.parallel.tensor_parallel_size, config.parallel.enable_expert_parallel,
+        config.parallel.data_parallel_size, config.parallel.enable_eplb, config.parallel.eplb_config,
     )
     with compile_ahead(
         lambda: run_sketch(config, device, ranks, assemble), f"sketch {msgspec.json.encode(about).decode()}", device

@@ -75,7 +75,8 @@ def prepare_steps(assembly: Assembly) -> StepBytes:
         config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype),
         config.speculation.options, config.adapters.num_slots, config.adapters.max_lora_rank,
         config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
-        config.parallel.enable_expert_parallel, _describe_stored(loaded), _digest_own(),
+        config.parallel.enable_expert_parallel, config.parallel.data_parallel_size,
+        config.parallel.enable_eplb, config.parallel.eplb_config, _describe_stored(loaded), _digest_own(),
     )
     precompile(
         lambda: measured.append(_run_steps(assembly)), msgspec.json.encode(about).decode(), assembly.device

@@ -18,6 +18,7 @@ from headrace.parallel.cut import Dim, ShardedParameter
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
 from headrace.parallel.layout import Stage
+from headrace.parallel.placement import check_copies
 
 _is_deferring = ContextVar("is_deferring", default=False)
 
@@ -42,7 +43,8 @@ class Build:
     `StepContext`; each model has its own. ``tensor``: the ranks among which layers are divided.
     ``experts``: the ranks that have some experts each, whole ones; with a single one, those of ``tensor`` have a part
     of each expert. ``all2all_backend``: name of the dispatcher among them (``auto``: the best for these ranks).
-    ``moves_experts``: experts move between them while the model is served.
+    ``moves_experts``: experts move between them while the model is served; there are ``redundant_experts`` copies in
+    each layer then.
     ``stage``: the layers that this rank has. ``adapters``: what layers make room for, None where none are served;
     ``is_output``: rows of layers are those that a head or classifier is called with, not the step's tokens.
     ``scales_cache``: a checkpoint's scales of keys and values are used, as pages hold 8-bit floats."""
@@ -58,6 +60,7 @@ class Build:
     experts: ExpertRanks = field(default_factory=ExpertRanks)
     all2all_backend: str = "auto"
     moves_experts: bool = False
+    redundant_experts: int = 0
     stage: Stage = field(default_factory=Stage)
     adapters: BankSizes | None = None
     is_output: bool = False
@@ -82,6 +85,15 @@ class Build:
         return ShardedParameter.allocate(
             shape, self.dtype, self.device, is_deferred=_is_deferring.get(), num_spare=num_spare
         )
+
+    def count_places(self, num_experts: int) -> int:
+        """How many of a layer's experts this rank has memory for: its share or, where experts move, as many as each of
+        the others, copies included. Raises `ConfigError` where they do not go evenly."""
+        ranks = self.experts
+        if not self.moves_experts or ranks.is_single:
+            return ranks.share(num_experts).length
+        check_copies(num_experts, self.redundant_experts, ranks.group.size)
+        return (num_experts + self.redundant_experts) // ranks.group.size
 
     def find_adapter_rows(self) -> SlotRows | None:
         """Which rows of the step in hand have which adapter; None where none has."""

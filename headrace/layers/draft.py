@@ -70,6 +70,10 @@ class DraftModel(StorableModel):
         """Whether `forward` obeys ``ForwardBatch.wanted``: then it returns the hidden states [S, D] of these alone."""
         return False
 
+    def wants(self, name: str) -> bool:
+        """As `headrace.layers.model.ServedModel.wants`, of the tensors that are the drafter's."""
+        return True
+
     def find_narrowing(self) -> Narrowing | None:
         """As `headrace.layers.model.ServedModel.find_narrowing`."""
         return None

@@ -126,16 +126,16 @@ def test_nobody_adds_nothing(experts: str):
     layer = build_layer(experts)
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(2))
     ids, weights = layer.router(x)
-    expected = layer._run_experts(ChosenTokens(x, ids, weights, NUM_EXPERTS))
+    expected = layer.routed.run(ChosenTokens(x, ids, weights, NUM_EXPERTS))
     masked = ids.clone()
     masked[4:] = -1
-    padded = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_padding=True))
+    padded = layer.routed.run(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_padding=True))
     torch.testing.assert_close(padded[:4], expected[:4])
     assert (padded[4:] == 0).all()
     masked[1, 0] = -1
-    alone = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_padding=True))
+    alone = layer.routed.run(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_padding=True))
     torch.testing.assert_close(
-        alone[1], layer._run_experts(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0]
+        alone[1], layer.routed.run(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0]
     )
     torch.testing.assert_close(alone[2:], padded[2:])
 
@@ -146,12 +146,12 @@ def test_experts_that_are_elsewhere_are_masked(experts: str):
     layer = build_layer(experts)
     x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(4))
     ids, weights = layer.router(x)
-    expected = layer._run_experts(ChosenTokens(x, ids, weights, NUM_EXPERTS))
+    expected = layer.routed.run(ChosenTokens(x, ids, weights, NUM_EXPERTS))
     for number in (0, 1, NUM_EXPERTS // 2, NUM_EXPERTS):
         is_here = torch.zeros(NUM_EXPERTS, dtype=torch.bool)
         is_here[torch.randperm(NUM_EXPERTS, generator=torch.Generator().manual_seed(number))[:number]] = True
         parts = [
-            layer._run_experts(
+            layer.routed.run(
                 ChosenTokens(x, torch.where(mask[ids], ids, -1), weights, NUM_EXPERTS, has_padding=True)
             )
             for mask in (is_here, ~is_here)
@@ -212,7 +212,7 @@ def test_fused_experts_with_few_tokens_and_many(is_few: bool, has_padding: bool,
         ids[3], ids[5, 1] = -1, -1
     tokens = ChosenTokens(x, ids, weights, NUM_EXPERTS, has_padding=has_padding)
     out = grouped.FusedExperts(layer.experts, MlpSpec(24), Build(CPU, torch.float32)).run(tokens)
-    torch.testing.assert_close(out, layer._run_experts(tokens), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, layer.routed.run(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_does_not_depend_on_the_others():
@@ -317,7 +317,7 @@ def test_dispatcher_and_experts_of_a_format_of_their_own(strangers: None):
     dispatcher, tokens = MaskedDispatcher(Build(CPU, torch.float32)), ChosenTokens(x, ids, weights, NUM_EXPERTS)
     experts = MaskedExperts(layer.experts, MlpSpec(24), Build(CPU, torch.float32))
     out = dispatcher.combine(find_adapter("masked", "masked")(dispatcher.dispatch(tokens), experts.run))
-    torch.testing.assert_close(out, layer._run_experts(tokens), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, layer.routed.run(tokens), atol=1e-5, rtol=1e-5)
     for pair in ({"dispatcher": "masked", "experts": "grouped"}, {"dispatcher": "none", "experts": "masked"}):
         with pytest.raises(ConfigError, match=r"no adapter joins the two.*masked \+ masked"):
             choose_pair(query, **pair)

@@ -26,8 +26,10 @@ from family_cases import CASES, CLASSES, MAX_MODEL_LEN, config_json, make_oracle
 
 NEW_TOKENS = 8
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+DIVIDED = {"enable_expert_parallel": True}
+MOVING = {**DIVIDED, "enable_eplb": True, "eplb_config": '{"step_interval": 2, "num_redundant_experts": 2}'}
 LAYOUTS = {
-    "tp2": (2, 1, {}), "pp2": (1, 2, {}), "ep2": (2, 1, {"enable_expert_parallel": True}), "tp4": (4, 1, {}),
+    "tp2": (2, 1, {}), "pp2": (1, 2, {}), "ep2": (2, 1, DIVIDED), "eplb2": (2, 1, MOVING), "tp4": (4, 1, {}),
     "tp2pp2": (2, 2, {}),
 }
 """Ranks of a stage, stages, and options."""
@@ -99,7 +101,7 @@ def test_greedy_tokens_are_those_of_transformers(
     layout, ranks = divided
     if FIRST[CASES[name][0]] != name and not request.config.getoption("slow"):
         pytest.skip("the first case of each kind runs without --slow")
-    if layout == "ep2" and not has_experts(name):
+    if layout in ("ep2", "eplb2") and not has_experts(name):
         pytest.skip("it has no experts")
     oracle = write(name, tmp_path)
     expected = [expect(oracle, tokens) for tokens in PROMPTS]
@@ -108,6 +110,9 @@ def test_greedy_tokens_are_those_of_transformers(
     with LLM(**options) as llm:
         check(llm, expected)
         llm.check()
+        if layout == "eplb2":
+            check(llm, expected)
+            assert llm.stats().experts.num_moved > 0
 
 
 @pytest.mark.slow

@@ -19,7 +19,9 @@ from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
 from headrace.base.messages import EngineRequest
 from headrace.base.pooling import Alignment, PoolingSpec, unpack_floats
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.layers.moe.balancing import ExpertBalancer
 from headrace.models.whisper.family import read_config
+from headrace.parallel.placement import Placement
 from headrace.service import build
 from headrace.service.build import build_engine
 
@@ -147,6 +149,32 @@ def test_experts_that_move_compute_what_they_did(
     keys = {"step_interval": 3, "num_redundant_experts": copies}
     own = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": json.dumps(keys)}
     compare(ranks, config, tmp_path, monkeypatch, **own)
+
+
+@pytest.mark.parametrize(("expert_dtype", "all2all_backend"), [(None, "replicated"), ("fp4", "all-to-all")])
+@pytest.mark.parametrize("speculative_config", [None, '{"method": "mtp", "num_speculative_tokens": 2}'])
+def test_experts_of_deepseek_v4_move(
+    ranks: RankProcesses, expert_dtype: str | None, all2all_backend: str, speculative_config: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+):
+    """In the middle of requests: those that a table chooses by token, and those of the module that drafts."""
+    if ranks.size > 2:
+        pytest.skip("two ranks show what there is to see")
+    moved = list[int]()
+
+    def move(balancer: ExpertBalancer, layer: int, wanted: Placement) -> None:
+        moved.append(layer)
+        _move(balancer, layer, wanted)
+
+    _move = ExpertBalancer._move
+    monkeypatch.setattr(ExpertBalancer, "_move", move)
+    keys = {"step_interval": 3, "window_size": 3, "num_redundant_experts": 2}
+    config = {**DEEPSEEK_V4, "expert_dtype": expert_dtype, "num_nextn_predict_layers": 1}
+    compare(
+        ranks, config, tmp_path, monkeypatch, enable_expert_parallel=True, enable_eplb=True,
+        all2all_backend=all2all_backend, eplb_config=json.dumps(keys), speculative_config=speculative_config,
+    )
+    assert set(moved) == set(range(3 + bool(speculative_config)))
 
 
 def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,9 +16,9 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from headrace.base.messages import ExpertStats
 from headrace.base.parallel import BalancingOptions
-from headrace.layers.moe.layer import MoeMlp
+from headrace.layers.moe.routed import ExpertSlots, RoutedExperts
 from headrace.parallel.experts import ExpertRanks
-from headrace.parallel.placement import Placement, balancedness, check_copies, place_experts
+from headrace.parallel.placement import Placement, balancedness, place_experts
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,21 @@ class ExpertBalancer:
     """Of the mixtures of one model, after their weights were loaded. A look at the loads happens every
     ``step_interval`` steps; then the experts of one layer move at each step, so that no step waits for all."""
 
-    def __init__(self, mixtures: Sequence[MoeMlp], ranks: ExpertRanks, options: BalancingOptions):
-        self._mixtures, self._ranks, self._options = list(mixtures), ranks, options
-        self._placements = [self._make_room(mixture) for mixture in self._mixtures]
-        self._slots = [mixture.slots for mixture in self._mixtures if mixture.slots is not None]
+    def __init__(self, mixtures: Sequence[RoutedExperts], ranks: ExpertRanks, options: BalancingOptions):
+        self._mixtures, self._ranks, self._options = list[RoutedExperts](), ranks, options
+        self._placements, self._slots = list[Placement](), list[ExpertSlots]()
+        self.include(mixtures)
         self._waiting: list[tuple[int, Placement]] = []  # layers whose experts are still to be moved
         self._num_steps = 0
         self.stats = ExpertStats([0] * ranks.group.size, 1.0)
+
+    def include(self, mixtures: Sequence[RoutedExperts]) -> None:
+        """Move the experts of these too, such as a drafter's. Before the first step, on all ranks."""
+        for mixture in mixtures:
+            self._placements.append(mixture.spread())
+            assert mixture.slots is not None
+            self._mixtures.append(mixture)
+            self._slots.append(mixture.slots)
 
     def begin_step(self) -> None:
         """Called before every step that computes tokens of any replica."""
@@ -47,17 +55,11 @@ class ExpertBalancer:
             for slots in self._slots:
                 slots.load.zero_()
 
-    def _make_room(self, mixture: MoeMlp) -> Placement:
-        count, size = mixture.num_experts, self._ranks.group.size
-        check_copies(count, self._options.num_redundant_experts, size)
-        placement = Placement.initial(count, count + self._options.num_redundant_experts, size)
-        mixture.spread(placement)
-        return placement
-
     def _look(self) -> None:
-        loads = torch.stack([slots.load for slots in self._slots]).float()  # [layers, X]
+        loads = [slots.load for slots in self._slots]  # [X] each
         # the ranks of a replica have counted the same tokens
-        by_layer = (self._ranks.group.all_reduce(loads) / self._ranks.ranks_each).tolist()
+        together = self._ranks.group.all_reduce(torch.cat(loads).float().unsqueeze(0)) / self._ranks.ranks_each
+        by_layer = [own.tolist() for own in together.cpu()[0].split([len(own) for own in loads])]
         totals, evenness = list(self.stats.tokens_by_rank), []
         self._waiting = []
         for layer, (own, placement) in enumerate(zip(by_layer, self._placements, strict=True)):
@@ -81,9 +83,14 @@ class ExpertBalancer:
         )
 
 
+def list_mixtures(model: nn.Module) -> list[RoutedExperts]:
+    """The experts of each layer that has some."""
+    return [module for module in model.modules() if isinstance(module, RoutedExperts)]
+
+
 def find_balancer(model: nn.Module, ranks: ExpertRanks, options: BalancingOptions) -> ExpertBalancer:
     """The balancer of a loaded model; raises `ConfigError` where no experts are divided."""
-    mixtures = [module for module in model.modules() if isinstance(module, MoeMlp)]
+    mixtures = list_mixtures(model)
     if ranks.is_single or not mixtures:
         why = "has no experts that ranks can divide" if not mixtures else "is on one rank"
         raise ConfigError(f"enable_eplb moves experts between ranks, and this model {why}", param="enable_eplb")

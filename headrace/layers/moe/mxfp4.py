@@ -6,6 +6,7 @@ X experts, O outputs, I inputs, F expert intermediate size, D hidden size, N pai
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,8 +20,10 @@ from headrace.layers.build import Build
 from headrace.layers.linear import stack_rows
 from headrace.layers.mlp import choose_activation, describe_gate
 from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
+from headrace.layers.moe.weights import exchange_experts
 from headrace.layers.quantization.storage import EncodedWeight
 from headrace.layers.spec import MlpSpec
+from headrace.parallel.group import Group
 from headrace.parallel.share import Share, as_share
 
 CHUNK_ELEMENTS = 2**28
@@ -39,7 +42,8 @@ CODE_RMS = 2.926
 
 class Mxfp4Linear(EncodedWeight):
     """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. Of all experts,
-    X are here. ``parts`` names the stacked outputs and their sizes in order."""
+    some are here; X places have memory: more, where experts move. ``parts`` names the stacked outputs and their sizes
+    in order. ``is_for_kernels``: experts are computed from what `pack` returns."""
 
     def __init__(self, build: Build, experts: int | Share, in_features: int, parts: dict[str, int]):
         super().__init__()
@@ -49,7 +53,8 @@ class Mxfp4Linear(EncodedWeight):
                 param="moe_experts"
             )
         self.experts = as_share(experts)
-        num_stacked = self.num_stacked = self.experts.length
+        num_stacked = self.experts.length if self.experts.is_whole else build.count_places(self.experts.size)
+        self.num_stacked, self.is_for_kernels = num_stacked, False
         self.rows, out_features = stack_rows(parts), sum(parts.values())
         self.codes, self.scales = (
             nn.Buffer(
@@ -82,6 +87,18 @@ class Mxfp4Linear(EncodedWeight):
             )
         return view
 
+    def make_room(self) -> None:
+        """Give experts a form in which they can move between ranks, the same on all. Once, when the codes are in;
+        raises `ConfigError` for scales that kernels do not keep in bytes."""
+        if not self.is_for_kernels:
+            return
+        self.pack()
+        if not self.has_bytes:
+            raise ConfigError(
+                "enable_eplb moves experts in MXFP4 with scales of 2 at most, and this model has larger ones: leave it "
+                "out", param="enable_eplb"
+            )
+
     def leave_as_it_is(self) -> None:
         """See `EncodedWeight`."""
         self.is_packed = self.has_bytes = True
@@ -105,7 +122,7 @@ class Mxfp4Linear(EncodedWeight):
         whole = self.codes if own.is_whole else self.codes.new_empty(own.size, *self.codes.shape[1:])
         whole.view(torch.int64).random_(-(2**63), None, generator=generator)
         if not own.is_whole:
-            self.codes.copy_(whole[own.start : own.stop])
+            self.codes[: own.length].copy_(whole[own.start : own.stop])
         self.scales.fill_(127 + round(math.log2(std / CODE_RMS)))
 
     def matrices(self, experts: torch.Tensor | slice, dtype: torch.dtype) -> torch.Tensor:
@@ -135,6 +152,15 @@ class Mxfp4ExpertWeights(nn.Module):
                     places |= {f"{name}.weight": linear.codes[x, rows], f"{name}.scale": linear.scales[x, rows]}
         return places
 
+    def make_room(self) -> None:
+        """See `Mxfp4Linear.make_room`."""
+        for linear in (self.gate_up, self.down):
+            linear.make_room()
+
+    def exchange(self, group: Group, moves: Sequence[tuple[int, int]]) -> None:
+        """See `exchange_experts`."""
+        exchange_experts(self.buffers(), group, moves)
+
 
 class Mxfp4Experts:
     """See `Experts`; speaks `GROUPED`. On a GPU it waits for the row counts of steps with more than `FEW_PAIRS`."""
@@ -158,6 +184,7 @@ class FusedMxfp4Experts:
     def __init__(self, weights: Mxfp4ExpertWeights, spec: MlpSpec, build: Build):
         self._weights, self._gate = weights, describe_gate(spec)
         self._run = CODED_EXPERTS.choose(build.query())
+        weights.gate_up.is_for_kernels = weights.down.is_for_kernels = True
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         """`ChosenTokens` to weighted sums [T, D]. The first call, which captures and serves nothing, packs codes."""

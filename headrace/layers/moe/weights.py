@@ -5,7 +5,7 @@ X experts, F expert intermediate size, D hidden size, O outputs, I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from headrace.layers.linear import stack_rows
 from headrace.layers.lora.stack import StackBank
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.spec import MlpSpec
-from headrace.parallel.cut import Cut, cut_of
+from headrace.parallel.cut import Cut, cut_of, spare_of, with_spare
 from headrace.parallel.group import Group
 from headrace.parallel.share import Share, as_share
 
@@ -42,7 +42,9 @@ class StackedLinear(StorableLayer):
         self.rows = stack_rows({name: share.length for name, share in self.shares.items()})
         outputs = tuple(self.shares.values())
         self._allocate = lambda: build.parameter(self.experts, outputs, columns)
-        self.weight = build.matrix(self.experts, outputs, columns)
+        # places beyond the experts that are here: for others, and copies, where experts move
+        self._num_spare = 0 if self.experts.is_whole else build.count_places(self.experts.size) - self.num_stacked
+        self.weight = build.matrix(self.experts, outputs, columns, num_spare=self._num_spare)
         self.bias = build.parameter(self.experts, outputs) if bias else None
         self._adds_bias = columns.is_whole or build.tensor.rank == 0
         self.lora: StackBank | None = None
@@ -70,15 +72,18 @@ class StackedLinear(StorableLayer):
         _, *dims = cut_of(parameter).dims
         return Cut(tuple(dims)).with_rows(self.shares[name.partition("/")[2]])
 
-    def make_room(self, num_stacked: int) -> None:
-        """Have so many places for experts, those beyond what is here empty. Raises `ConfigError` for packed ones."""
+    def make_room(self) -> None:
+        """Have all places for experts, those beyond what is here empty. Once, when the weights are in; raises
+        `ConfigError` for packed ones."""
         if plain_weight(self) is None:
             raise ConfigError("enable_eplb moves plain experts, and this model's are packed", param="enable_eplb")
         for name, tensor in list(self.named_parameters(recurse=False)):
-            room = tensor.new_zeros(num_stacked, *tensor.shape[1:])
-            room[: len(tensor)] = tensor.data
+            room = with_spare(tensor, self._num_spare) if spare_of(tensor) else None
+            if room is None:
+                room = torch.cat((tensor.data, tensor.new_empty(self._num_spare, *tensor.shape[1:])))
+            room[len(tensor) :] = 0
             setattr(self, name, nn.Parameter(room, requires_grad=False))
-        self.num_stacked = num_stacked
+        self.num_stacked += self._num_spare
 
     @property
     def codes(self) -> DeviceCodes:
@@ -116,16 +121,28 @@ class ExpertWeights(nn.Module):
         self.gate_up = StackedLinear(build, experts, hidden_size, {"gate": width, "up": width}, bias=spec.bias)
         self.down = StackedLinear(build, experts, width, {"down": hidden_size}, bias=spec.bias)
 
-    def exchange(self, group: Group, moves: Sequence[tuple[int, int]], slots_each: int) -> None:
-        """Copy experts between ranks, which have ``slots_each`` places each: from and to which, numbered over all."""
-        rank, size = group.rank, group.size
-        gone = sorted((to // slots_each, to, start) for start, to in moves if start // slots_each == rank)
-        come = sorted((start // slots_each, to) for start, to in moves if to // slots_each == rank)
+    def make_room(self) -> None:
+        """See `StackedLinear.make_room`."""
+        for stack in (self.gate_up, self.down):
+            stack.make_room()
+
+    def exchange(self, group: Group, moves: Sequence[tuple[int, int]]) -> None:
+        """See `exchange_experts`."""
+        exchange_experts([parameter.data for parameter in self.parameters()], group, moves)
+
+
+def exchange_experts(tensors: Iterable[torch.Tensor], group: Group, moves: Sequence[tuple[int, int]]) -> None:
+    """Copy experts between ranks: from and to which place, numbered over all ranks, which have as many each. Each
+    tensor has a row for each place here; all are read before any is written."""
+    rank, size = group.rank, group.size
+    for tensor in tensors:
+        each = len(tensor)
+        gone = sorted((to // each, to, start) for start, to in moves if start // each == rank)
+        come = sorted((start // each, to) for start, to in moves if to // each == rank)
         sent, received = (
             [sum(peer == other for peer, *_ in ends) for other in range(size)] for ends in (gone, come)
         )
-        for tensor in self.parameters():
-            index = torch.tensor([start % slots_each for *_, start in gone], dtype=torch.int64, device=tensor.device)
-            rows = group.exchange_rows(tensor.data.index_select(0, index), sent, received)
-            places = torch.tensor([to % slots_each for _, to in come], dtype=torch.int64, device=tensor.device)
-            tensor.data.index_copy_(0, places, rows)
+        index = torch.tensor([start % each for *_, start in gone], dtype=torch.int64, device=tensor.device)
+        rows = group.exchange_rows(tensor.index_select(0, index), sent, received)
+        places = torch.tensor([to % each for _, to in come], dtype=torch.int64, device=tensor.device)
+        tensor.index_copy_(0, places, rows)

@@ -15,10 +15,9 @@ from headrace.kernels.moe import HASH_ROUTE
 from headrace.layers.build import Build
 from headrace.layers.linear import FloatLinear
 from headrace.layers.mlp import GatedMlp
-from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.layer import Router
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
-from headrace.layers.moe.pairing import pair_experts
+from headrace.layers.moe.routed import RoutedExperts
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization.storage import count_elements
 from headrace.layers.spec import RoutingSpec
@@ -82,14 +81,7 @@ class V4Moe(nn.Module):
         )
         assert spec.moe.shared is not None, "every layer has an MLP that all tokens share"
         self.shared = GatedMlp(spec.moe.shared, spec.hidden_size, build)
-        query = build.query(
-            width=spec.hidden_size, expert_width=size.length, num_experts=experts.length, top_k=routing.top_k,
-            ranks=ranks.group.size, replicas=ranks.num_replicas, mxfp4=int(spec.keeps_mxfp4),
-        )
-        self._run_experts = pair_experts(self.experts, expert, build, query)
-        self._takes_part = ranks.num_replicas > 1
-        self._nothing = torch.empty(0, spec.hidden_size, dtype=build.dtype, device=build.device)
-        self._top_k = routing.top_k
+        self.routed = RoutedExperts(self.experts, spec.moe, spec.hidden_size, build, width=size.length)
         own = 3 * spec.hidden_size * size.length * experts.length  # weights of this rank's experts: gate, up and down
         self._num_needed = own * routing.top_k // routing.num_experts
 
@@ -100,14 +92,12 @@ class V4Moe(nn.Module):
     @property
     def is_capturable(self) -> bool:
         """Whether steps with this layer may be recorded in CUDA graphs."""
-        return self._run_experts.is_capturable
+        return self.routed.is_capturable
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)  # [T, k] each
-        return self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)), self.shared.compute_share(x)
+        choices = self.router(x, token_ids) if self.is_hashed else self.router(x)
+        return self.routed(x, choices), self.shared.compute_share(x)
 
     def take_part(self) -> None:
         """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""
-        if self._takes_part:
-            ids = torch.empty(0, self._top_k, dtype=torch.int64, device=self._nothing.device)
-            self._run_experts(ChosenTokens(self._nothing, ids, ids.float(), self.num_experts))
+        self.routed.take_part()

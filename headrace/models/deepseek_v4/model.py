@@ -23,7 +23,7 @@ from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, Streams
-from headrace.models.deepseek_v4.naming import DRAFT, EXPERT_NUMBER, EXPERTS, HASH_TABLE, MATRICES, rename
+from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, is_of_other_expert, rename
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, host_caches, narrow_keys, places, widen_caches
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ def take_stored(
     own = experts.own if isinstance(experts, Mxfp4ExpertWeights) else None
     for name, tensor in tensors:
         place = stored.get(name)
-        expert = EXPERT_NUMBER.search(name) if own is not None and place is None else None
-        if own is not None and expert is not None and not own.start <= int(expert[1]) < own.stop:
+        if own is not None and place is None and is_of_other_expert(name, own):
             continue
         if place is None or tensor.shape != place.shape:
             yield name, tensor
@@ -133,11 +132,13 @@ class DeepseekV4Model(ServedModel):
         else:
             absent.add("ending")
         self.is_capturable = all(block.mlp.is_capturable for block in self._blocks)
+        self._experts = build.experts.share(spec.moe.routing.num_experts)
         self._elsewhere = find_elsewhere(names.modules, own, spec.num_layers, absent)
 
     def wants(self, name: str) -> bool:
         """See `ServedModel`."""
-        return not f"{rename(name)}.".startswith(self._elsewhere)
+        name = rename(name)
+        return not (is_of_other_expert(name, self._experts) or f"{name}.".startswith(self._elsewhere))
 
     def own_caches(self, count: int) -> range:
         """See `ServedModel`."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 
+from headrace.parallel.share import Share
+
 DRAFT = "mtp."
 """Name prefix of the tensors of the multi-token prediction layers (drafters)."""
 
 HASH_TABLE = "layers.{i}.ffn.gate.tid2eid"
 EXPERTS = "layers.{i}.ffn.experts"
-EXPERT_NUMBER = re.compile(r"^(?:layers|mtp)\.\d+\.ffn\.experts\.(\d+)\.")
-"""Finds the expert of a published name."""
 MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 NAMES = {
@@ -101,6 +101,15 @@ _RULES = tuple((re.compile(theirs), published) for theirs, published in (
     (r"(experts\.(?:\d+\.)?)up_proj\.", r"\1w3."),
     (r"(experts\.(?:\d+\.)?)down_proj\.", r"\1w2."),
 ))
+
+
+_EXPERT_NUMBER = re.compile(r"^(?:layers|mtp)\.\d+\.ffn\.experts\.(\d+)\.")
+
+
+def is_of_other_expert(name: str, own: Share) -> bool:
+    """Whether a published name is of an expert that is not among a rank's ``own``."""
+    expert = _EXPERT_NUMBER.search(name)
+    return expert is not None and not own.start <= int(expert[1]) < own.stop
 
 
 def rename(name: str) -> str:

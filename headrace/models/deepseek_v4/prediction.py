@@ -22,7 +22,7 @@ from headrace.layers.rotary import RotaryTable
 from headrace.models.config_fields import Fields
 from headrace.models.deepseek_v4.hyper_connections import Streams
 from headrace.models.deepseek_v4.model import Collapse, V4Block, check_found, take_stored
-from headrace.models.deepseek_v4.naming import DRAFT_MODULE, DRAFT_NAMES, MATRICES
+from headrace.models.deepseek_v4.naming import DRAFT_MODULE, DRAFT_NAMES, MATRICES, is_of_other_expert
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, layer_cache_specs
 from headrace.models.drafters.contract import DraftQuery, choose_module
 
@@ -61,6 +61,11 @@ class V4Prediction(DraftModel):
         self.ending = Collapse(spec, build)
         self.step = build.step
         self.is_capturable = self.block.mlp.is_capturable
+        self._experts = build.experts.share(spec.moe.routing.num_experts)
+
+    def wants(self, name: str) -> bool:
+        """See `DraftModel`."""
+        return not is_of_other_expert(name, self._experts)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `DraftModel`; others of the target's tensors may be among them, and are left out."""

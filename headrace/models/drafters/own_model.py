@@ -53,6 +53,10 @@ class OwnModel(DraftModel):
         """See `StorableModel`."""
         self.model.notice_stored()
 
+    def wants(self, name: str) -> bool:
+        """See `DraftModel`."""
+        return self.model.wants(name)
+
     def find_narrowing(self) -> Narrowing | None:
         """See `DraftModel`."""
         return self.model.find_narrowing()
