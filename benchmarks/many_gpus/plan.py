@@ -1,8 +1,4 @@
-"""Which parts there are for so many GPUs, in order of importance. Torch-free, and nothing is run.
-
-DeepSeek-V4's experts do not move between ranks (``enable_eplb`` refuses the family), so that moving experts, with
-copies of busy ones, is measured with DeepSeek-V3's shape.
-"""
+"""Which parts there are for so many GPUs, in order of importance. Torch-free, and nothing is run."""
 
 from __future__ import annotations
 
@@ -23,11 +19,9 @@ V4_LAYERS = 43
 GPU_BYTES = 141e9
 V3_RESERVE = 38e9
 """Bytes of a GPU that weights leave to one whole parameter in bfloat16 (15 GB) while filling it, caches, graphs."""
-BALANCED_LAYERS = 12
-"""Of DeepSeek-V3 where experts move, which are kept in bfloat16: 3 GB a layer on each of eight GPUs."""
-SKEWED_RANGE = 0.5
-"""``initializer_range`` with which the router's random bias decides: most scores are near 0 or 1, and all tokens prefer
-the same experts."""
+SKEWED = {"scoring_func": "sigmoid", "initializer_range": 0.5}
+"""Of DeepSeek-V4's config.json, with which the router's random bias decides: most scores are near 0 or 1, and all
+tokens prefer the same experts."""
 DISPATCH_TOKENS = 128
 
 Options = dict[str, Any]
@@ -84,11 +78,11 @@ def name_of(model: str, way: str, *more: str) -> str:
 
 def cuda(
     model: str, options: Options, cells: tuple[str, ...] = WORKLOADS, *, note: str = "", copies: int = 1,
-    repeats: int = 1, starts: bool = False,
+    starts: bool = False,
 ) -> Part:
     """Workloads of `benchmarks.cuda`, ``copies`` times the requests of each. ``starts``: times a start, too."""
     way = ways_of(options)
-    command = ["benchmarks.cuda", "--models", model, "--workloads", *cells, "--repeats", str(repeats)]
+    command = ["benchmarks.cuda", "--models", model, "--workloads", *cells, "--repeats", "1"]
     command += [*([] if starts else ["--no-startup"]), "--copies", str(copies), "--options", json.dumps(options)]
     told = f"{way}, {note}" if note else way
     more = [note.replace(" ", "-")] if note else ["copies"] if copies > 1 else []
@@ -103,16 +97,19 @@ def trace(model: str, options: Options, workload: str) -> Part:
     return Part(f"trace-{name_of(model, way, workload)}", "trace", count_gpus(options), model, way, command, 300)
 
 
-def flash(options: Options, copies: int = 1) -> Part:
+def flash(
+    options: Options, copies: int = 1, *, cells: tuple[str, ...] = ("decode1", "prefill8k", "decode64"), note: str = ""
+) -> Part:
     """All layers of DeepSeek-V4-Flash. Copies of the cells' requests are spread evenly over the replicas."""
     if copies > 1:
         options = {**options, "data_parallel_policy": "round-robin"}
     way = ways_of(options)
     command = (
-        "benchmarks.deepseek_v4", "--layers", str(V4_LAYERS), "--cells", "decode1,prefill8k,decode64", "--copies",
-        str(copies), "--options", json.dumps(options),
+        "benchmarks.deepseek_v4", "--layers", str(V4_LAYERS), "--cells", ",".join(cells), "--copies", str(copies),
+        "--options", json.dumps(options),
     )
-    return Part(name_of(V4, way), "deepseek_v4", count_gpus(options), V4, way, command, work=copies)
+    told, more = (f"{way}, {note}", [note.replace(",", "").replace(" ", "-")]) if note else (way, [])
+    return Part(name_of(V4, way, *more), "deepseek_v4", count_gpus(options), V4, told, command, work=copies)
 
 
 def collectives(ranks: int) -> Part:
@@ -163,18 +160,18 @@ def with_overrides(options: Options, **overrides: Any) -> Options:
     return {**options, "config_overrides": json.dumps(overrides)}
 
 
+def moving(gpus: int) -> Options:
+    """DP and EP with a copy of an expert on each rank. A look comes after so many steps that a cell has some, and its
+    43 moves are over before the next."""
+    config = {"step_interval": 150, "window_size": 100, "num_redundant_experts": gpus, "log_balancedness": True}
+    return dp(gpus, enable_expert_parallel=True, enable_eplb=True, eplb_config=json.dumps(config))
+
+
 def balancing(gpus: int) -> Iterator[Part]:
     """Experts that move against such that do not, with a router that prefers some. The second of two runs counts,
     before which the experts have moved."""
-    options = with_overrides(
-        dp(gpus, enable_expert_parallel=True), num_hidden_layers=BALANCED_LAYERS, initializer_range=SKEWED_RANGE
-    )
-    options["quantization"] = "none"
-    moving = {"step_interval": 200, "window_size": 100, "num_redundant_experts": gpus, "log_balancedness": True}
-    eplb = {"enable_eplb": True, "eplb_config": json.dumps(moving)}
-    model = V3.partition(":")[0]
-    for more, note in (({}, "experts stay"), (eplb, "experts move")):
-        yield cuda(model, {**options, **more}, ("offline256",), note=note, copies=gpus, repeats=2)
+    for options, note in ((dp(gpus, enable_expert_parallel=True), "experts stay"), (moving(gpus), "experts move")):
+        yield flash(with_overrides(options, **SKEWED), gpus, cells=("decode64", "decode64"), note=f"skewed, {note}")
 
 
 def list_two() -> Iterator[Part]:
@@ -194,7 +191,9 @@ def list_all(gpus: int, layers: int) -> Iterator[Part]:
     if gpus == 2:
         yield from list_two()
     yield flash(tp(gpus, enable_expert_parallel=True))
-    yield flash(dp(gpus, enable_expert_parallel=True), copies=gpus)
+    if gpus == 8:
+        yield flash(moving(gpus), gpus, note="redundant experts")
+    yield flash(dp(gpus, enable_expert_parallel=True), gpus)
     if gpus == 8:
         yield from shape_v3(gpus, layers)
     yield cuda(fp8, tp(gpus))

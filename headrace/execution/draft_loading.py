@@ -155,8 +155,8 @@ def load_draft(
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
         schemes=choose_schemes(source, model_config, target.dtype, device, keeps_blocks=keeps), keeps_blocks=keeps,
-        tensor=target.ranks.tensor, experts=experts, moves_experts=moves_experts,
-        redundant_experts=config.parallel.balancing.num_redundant_experts,
+        tensor=target.ranks.tensor, experts=experts,
+        redundant_experts=config.parallel.balancing.num_redundant_experts if moves_experts else None,
     )
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),

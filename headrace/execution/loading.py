@@ -188,8 +188,8 @@ def load_model(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
             schemes=schemes, keeps_blocks=keeps, tensor=group,
             experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
-            all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb,
-            redundant_experts=config.parallel.balancing.num_redundant_experts, stage=stage,
+            all2all_backend=config.parallel.all2all_backend, stage=stage,
+            redundant_experts=config.parallel.balancing.num_redundant_experts if config.parallel.enable_eplb else None,
             scales_cache=resolved == torch.float8_e4m3fn,
             # beside weights of 8 or 4 bits, additions in more would be read for longer than they are worth
             adapters=choose_banks(config, is_coded=rounds_inputs and device.type == "cpu"),

@@ -43,8 +43,7 @@ class Build:
     `StepContext`; each model has its own. ``tensor``: the ranks among which layers are divided.
     ``experts``: the ranks that have some experts each, whole ones; with a single one, those of ``tensor`` have a part
     of each expert. ``all2all_backend``: name of the dispatcher among them (``auto``: the best for these ranks).
-    ``moves_experts``: experts move between them while the model is served; there are ``redundant_experts`` copies in
-    each layer then.
+    ``redundant_experts``: copies in each layer, where experts move between them while the model is served; else None.
     ``stage``: the layers that this rank has. ``adapters``: what layers make room for, None where none are served;
     ``is_output``: rows of layers are those that a head or classifier is called with, not the step's tokens.
     ``scales_cache``: a checkpoint's scales of keys and values are used, as pages hold 8-bit floats."""
@@ -59,8 +58,7 @@ class Build:
     tensor: Group = field(default_factory=Group)
     experts: ExpertRanks = field(default_factory=ExpertRanks)
     all2all_backend: str = "auto"
-    moves_experts: bool = False
-    redundant_experts: int = 0
+    redundant_experts: int | None = None
     stage: Stage = field(default_factory=Stage)
     adapters: BankSizes | None = None
     is_output: bool = False
@@ -70,6 +68,11 @@ class Build:
     def capability(self) -> tuple[int, int]:
         """CUDA compute capability; (0, 0) elsewhere."""
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts move between ranks while the model is served."""
+        return self.redundant_experts is not None
 
     def query(self, **shape: int) -> KernelQuery:
         """The query for choosing a kernel: this device and dtype, and ``shape``."""
@@ -90,7 +93,7 @@ class Build:
         """How many of a layer's experts this rank has memory for: its share or, where experts move, as many as each of
         the others, copies included. Raises `ConfigError` where they do not go evenly."""
         ranks = self.experts
-        if not self.moves_experts or ranks.is_single:
+        if self.redundant_experts is None or ranks.is_single:
             return ranks.share(num_experts).length
         check_copies(num_experts, self.redundant_experts, ranks.group.size)
         return (num_experts + self.redundant_experts) // ranks.group.size

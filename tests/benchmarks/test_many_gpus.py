@@ -81,8 +81,15 @@ def test_parts_are_independent_and_short(gpus: int):
     large = {name for name in names if name.startswith("deepseek-v3")}
     assert large == ({
         "deepseek-v3-fp8-block-tp8-61-layers", "deepseek-v3-fp8-block-dp8-ep8-61-layers",
-        "deepseek-v3-dp8-ep8-experts-stay", "deepseek-v3-dp8-ep8-experts-move",
     } if gpus == 8 else set())
+    balanced = {part.name: part for part in parts if "experts" in part.name}
+    assert balanced.keys() == ({
+        "deepseek-v4-flash-dp8-ep8-redundant-experts", "deepseek-v4-flash-dp8-ep8-skewed-experts-stay",
+        "deepseek-v4-flash-dp8-ep8-skewed-experts-move",
+    } if gpus == 8 else set())
+    for name, part in balanced.items():
+        assert bool(part.options.get("enable_eplb")) == (not name.endswith("stay"))
+        assert ("config_overrides" in part.options) == ("skewed" in name)
 
 
 def test_deepseek_v3_is_as_large_as_its_makers_say():
@@ -198,7 +205,7 @@ def test_the_table_compares_gpus_and_goals():
 
 
 def test_figures_of_each_kind():
-    flash = find("deepseek-v4-flash-dp8-ep8", 8)
+    flash = find("deepseek-v4-flash-dp8-ep8-redundant-experts", 8)
     cells = {"decode64": {"prefill_ms": 9.0, "decode_ms": 9.5}, "prefill8k": {"prefill_ms": 700.0}}
     [decode, prefill] = read_rows(result(flash, {"layers": 43, "cells": cells}))
     assert (decode.value, decode.goal, decode.gpu_time) == (9.5, 10.0, 9.5) and prefill.value == 700.0

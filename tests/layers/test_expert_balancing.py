@@ -37,7 +37,7 @@ def test_tokens_get_the_same_sums_wherever_experts_are(dispatcher: str, size: in
             tensor.rank, tensor.size = group.rank, group.size
         build = Build(
             CPU, torch.float32, tensor=tensor, experts=ExpertRanks(group, num_replicas), all2all_backend=dispatcher,
-            moves_experts=True, redundant_experts=redundant,
+            redundant_experts=redundant,
         )
         layer = fill(MoeMlp(SPEC, WIDTH, build))
         options = BalancingOptions(step_interval=4, window_size=3, num_redundant_experts=redundant)
@@ -83,8 +83,7 @@ def test_what_cannot_be_balanced_is_explained():
         find_balancer(torch.nn.Linear(2, 2), ExpertRanks(group), BalancingOptions())
     for redundant in (0, 2, NUM_EXPERTS + 2):
         build = Build(
-            CPU, torch.float32, tensor=group, experts=ExpertRanks(group), moves_experts=True,
-            redundant_experts=redundant,
+            CPU, torch.float32, tensor=group, experts=ExpertRanks(group), redundant_experts=redundant,
         )
         with pytest.raises(ConfigError, match="set num_redundant_experts to 1 or 3") as caught:
             MoeMlp(SPEC, WIDTH, build)
@@ -117,7 +116,7 @@ def test_experts_in_mxfp4_move(dispatcher: str):
     def run(group: Group) -> tuple[list[torch.Tensor], ExpertBalancer, Mxfp4ExpertWeights]:
         build = Build(
             CPU, torch.float32, experts=ExpertRanks(group, num_replicas), all2all_backend=dispatcher,
-            moves_experts=True, redundant_experts=3,
+            redundant_experts=3,
         )
         experts, own = build_experts(build)
         options = BalancingOptions(step_interval=4, window_size=3, num_redundant_experts=3)
@@ -156,9 +155,7 @@ def test_experts_in_the_form_of_kernels_move_in_it():
     assert not torch.equal(whole.codes, plain)
 
     def move(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        build = Build(
-            CPU, torch.float32, experts=ExpertRanks(group), moves_experts=True, redundant_experts=2
-        )
+        build = Build(CPU, torch.float32, experts=ExpertRanks(group), redundant_experts=2)
         own = build.experts.share(4)
         experts = Mxfp4ExpertWeights(own, MlpSpec(128), 128, build)
         linear = experts.gate_up = Mxfp4Linear(build, own, 128, parts)

@@ -23,10 +23,11 @@ from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.catalog import find_family
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, Streams
-from headrace.models.deepseek_v4.naming import NAMES
+from headrace.models.deepseek_v4.naming import NAMES, is_of_other_expert
 from headrace.models.deepseek_v4.spec import HyperSpec
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group, Lending
+from headrace.parallel.share import Share
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 LENGTH = 300
@@ -192,6 +193,24 @@ def test_ranks_divide_groups_of_heads_and_experts():
     assert [2 * part for part in count(None, FirstOfTwo(), Group())] == list(count(None, Group(), Group()))
     with pytest.raises(ConfigError, match="enable_expert_parallel"):
         count("fp4", FirstOfTwo(), Group())
+
+
+def test_a_rank_reads_its_own_experts():
+    """Under either spelling, also where it has room for copies; of all else, and of stacks, everything."""
+    family = find_family("DeepseekV4ForCausalLM")
+    spec = family.read_config(published_config(expert_dtype="fp4"))
+    count, group = spec.moe.routing.num_experts, FirstOfTwo()
+    build = Build(
+        torch.device("meta"), torch.float32, 512, tensor=group, experts=ExpertRanks(group), redundant_experts=2,
+    )
+    model = family.build_model(spec, build)
+    assert len(model.layers[1].mlp.experts.gate_up.codes) == count // 2 + 1
+    for name in ("layers.1.ffn.experts.{}.w2.scale", "model.layers.0.mlp.experts.{}.gate_proj.weight"):
+        assert [model.wants(name.format(x)) for x in range(count)] == [x < count // 2 for x in range(count)]
+    others = ("layers.1.ffn.gate.weight", "layers.0.ffn.gate.tid2eid", "model.layers.1.mlp.experts.down_proj")
+    assert all(map(model.wants, others))
+    own = Share(count, 0, count // 2)
+    assert [is_of_other_expert(f"mtp.0.ffn.experts.{x}.w1.weight", own) for x in (0, count - 1)] == [False, True]
 
 
 def test_adapters_find_the_parts_that_each_layer_has():

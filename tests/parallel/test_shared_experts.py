@@ -65,9 +65,12 @@ async def generate(client: EngineClient, requests: list[tuple[list[int], Samplin
     pytest.param("GptOssForCausalLM", {"all2all_backend": "all-gather"}, marks=pytest.mark.slow),
     ("DeepseekV3ForCausalLM", {"tensor_parallel_size": 2}),
     ("DeepseekV4ForCausalLM", {"all2all_backend": "all-gather"}),
+    ("DeepseekV4ForCausalLM", {"expert_dtype": "fp4", "enable_eplb": True}),
 ])
 async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], tmp_path: Path):
-    config = DEEPSEEK_V4 if family == "DeepseekV4ForCausalLM" else draw_config(family, 4)
+    config, own = DEEPSEEK_V4 if family == "DeepseekV4ForCausalLM" else draw_config(family, 4), dict(own)
+    if "expert_dtype" in own:
+        config = {**config, "expert_dtype": own.pop("expert_dtype")}
     (tmp_path / "config.json").write_text(json.dumps(config))
     requests = make_requests(config["vocab_size"])
     with LLM(tmp_path, **OPTIONS) as llm:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -56,10 +57,11 @@ class ExpertBalancer:
                 slots.load.zero_()
 
     def _look(self) -> None:
-        loads = [slots.load for slots in self._slots]  # [X] each
+        loads: list[torch.Tensor] = [slots.load for slots in self._slots]  # [X] each
         # the ranks of a replica have counted the same tokens
         together = self._ranks.group.all_reduce(torch.cat(loads).float().unsqueeze(0)) / self._ranks.ranks_each
-        by_layer = [own.tolist() for own in together.cpu()[0].split([len(own) for own in loads])]
+        numbers = iter(together[0].tolist())
+        by_layer = [list(islice(numbers, len(own))) for own in loads]
         totals, evenness = list(self.stats.tokens_by_rank), []
         self._waiting = []
         for layer, (own, placement) in enumerate(zip(by_layer, self._placements, strict=True)):
