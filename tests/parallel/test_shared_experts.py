@@ -65,7 +65,10 @@ async def generate(client: EngineClient, requests: list[tuple[list[int], Samplin
     pytest.param("GptOssForCausalLM", {"all2all_backend": "all-gather"}, marks=pytest.mark.slow),
     ("DeepseekV3ForCausalLM", {"tensor_parallel_size": 2}),
     ("DeepseekV4ForCausalLM", {"all2all_backend": "all-gather"}),
-    ("DeepseekV4ForCausalLM", {"expert_dtype": "fp4", "enable_eplb": True}),
+    ("DeepseekV4ForCausalLM", {"expert_dtype": "fp4", "enable_eplb": True, "all2all_backend": "all-to-all"}),
+    pytest.param(
+        "DeepseekV4ForCausalLM", {"enable_eplb": True, "tensor_parallel_size": 2}, marks=pytest.mark.slow
+    ),
 ])
 async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], tmp_path: Path):
     config, own = DEEPSEEK_V4 if family == "DeepseekV4ForCausalLM" else draw_config(family, 4), dict(own)
@@ -80,7 +83,8 @@ async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], 
         ]
     if own.get("enable_eplb"):
         count = next(config[name] for name in COUNTS[1:] if config.get(name))
-        keys = {"step_interval": 8, "window_size": 6, "num_redundant_experts": count % 2 + 2}
+        ranks = 2 * own.get("tensor_parallel_size", 1)
+        keys = {"step_interval": 8, "window_size": 6, "num_redundant_experts": -count % ranks + ranks}
         own = {**own, "eplb_config": json.dumps(keys)}
     client = EngineClient(engine_config(
         model=str(tmp_path), data_parallel_size=2, enable_expert_parallel=True, data_parallel_policy="round-robin",
