@@ -54,6 +54,28 @@ def test_weights_of_one_shape_share_memory(tmp_path: Path) -> None:
     assert distinct_bytes(own) < distinct_bytes(model) / 2
 
 
+@pytest.mark.parametrize("expert_dtype", [None, "fp4"])
+def test_places_for_copies_share_memory_too(expert_dtype: str | None, tmp_path: Path) -> None:
+    """Of one of two ranks between which experts move: more places than experts, in the memory of a layer's."""
+    config = {
+        **read_config(tiny=True), "max_position_embeddings": 512, "num_hidden_layers": 6, "expert_dtype": expert_dtype,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    group = TorchGroup(1, 2, CPU)  # its calls fail, as no process group was made
+    options = engine_config(
+        model=str(tmp_path), load_format="dummy", device="cpu", dtype="bfloat16", tensor_parallel_size=2,
+        enable_expert_parallel=True, enable_eplb=True, eplb_config='{"num_redundant_experts": 4}',
+    )
+    ranks = Ranks(Layout(1, tensor=2), group, group)
+    for lends in (False, True):
+        loaded = load_model(options, CPU, lambda *_: None, ranks, fill=sketch.lend_weights if lends else None)
+        stacks = [layer.mlp.experts.down for layer in loaded.model.layers.children()]
+        tensors = [stack.codes if expert_dtype else stack.weight for stack in stacks]
+        assert {len(tensor) for tensor in tensors} == {(config["n_routed_experts"] + 4) // 2}
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == (1 if lends else len(tensors))
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+
+
 def test_layers_of_a_kind_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the ends; the others do nothing, without harm."""
     config = {**LLAMA, "num_hidden_layers": 9, "sliding_window": 32, "use_sliding_window": True}
