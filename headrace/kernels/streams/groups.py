@@ -27,8 +27,8 @@ WARPS = (4, 7)
 ROW = 36
 """Sums of a token, as in the source: 24 of its weights, 10 of pairs of streams, two of no meaning."""
 SLOTS = 16
-"""Streams of the device that may call. Hazard: of calls at once all blocks must run at once, or they wait for each other
-until the launch fails, some ten minutes later."""
+"""Streams of the device that may call. Hazard: of calls at once all blocks must run at once, or they wait for each
+other until the launch fails, some ten minutes later."""
 
 _slots: dict[tuple[int | None, int], int] = {}
 """Where calls of a device and one of its streams exchange sums."""
