@@ -3,7 +3,7 @@ Every API that answers conversations is converted to `ChatRequest` and comes thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -17,9 +17,17 @@ from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.client.prompts import encode_prompt
 from headrace.service.media.wire import PreparedItem
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.events import MAX_CALLS, Event, TextDelta, merge_events
+from headrace.service.parsing.events import (
+    MAX_CALLS,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Event,
+    TextDelta,
+    merge_events,
+)
 from headrace.service.parsing.forcing import confine_output, enforces_lark
-from headrace.service.parsing.message import new_parser
+from headrace.service.parsing.message import ToolCall, new_parser
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.generation.context import AppContext, compute
 from headrace.serving.http.generation.conversation import (
@@ -125,11 +133,17 @@ class OutputReader:
     def __init__(self, plan: OutputPlan):
         self._parser = plan.parser() if plan.parses else None
         self._includes_reasoning = plan.includes_reasoning
+        self._call, self._arguments = ToolCall("", ""), list[str]()  # the open one of `read_whole`
 
     @property
     def has_calls(self) -> bool:
         """Whether there is a complete call so far."""
         return self._parser is not None and self._parser.num_calls > 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether reasoning has begun and not ended."""
+        return self._parser is not None and self._parser.is_reasoning
 
     def read(self, delta: ChoiceDelta | CompletionOutput) -> list[Event]:
         """The events of a delta, or of a whole output."""
@@ -141,7 +155,22 @@ class OutputReader:
             events += self._parser.finish()
         if not self._includes_reasoning:
             events = [e for e in events if not (isinstance(e, TextDelta) and e.is_reasoning)]
-        return merge_events(events)
+        return merge_events(events) if len(events) > 1 else events
+
+    def read_whole(self, delta: ChoiceDelta | CompletionOutput) -> Iterator[TextDelta | ToolCall]:
+        """Texts, and calls once they are complete. Those that the model broke off are dropped: their arguments are not
+        valid JSON."""
+        for event in self.read(delta):
+            match event:
+                case TextDelta():
+                    yield event
+                case CallStart(_, call_id, name):
+                    self._call, self._arguments = ToolCall(call_id, name, is_complete=True), []
+                case CallArguments(_, text):
+                    self._arguments.append(text)
+                case CallEnd(_, True):
+                    self._call.arguments = "".join(self._arguments) or "{}"
+                    yield self._call
 
 
 @dataclass(frozen=True)

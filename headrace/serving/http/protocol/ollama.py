@@ -22,26 +22,11 @@ from headrace.serving.http.protocol.fields import (
 from headrace.serving.http.protocol.media import Base64
 from headrace.serving.http.protocol.messages import JsonObject
 from headrace.serving.http.protocol.openai import ContentLogprob
-from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, FunctionTool
+from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, CallRecord, FunctionTool
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Format = Literal["json", ""] | dict[str, Any]
 """A JSON object, no constraint (an empty string), or a JSON schema."""
-
-
-class OllamaFunction(Struct, kw_only=True):
-    """A call's function; unknown keys are ignored, as in the whole message."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    arguments: dict[str, Any]
-
-
-class OllamaCall(Struct, kw_only=True):
-    """A call in an earlier assistant message."""
-
-    function: OllamaFunction
-    id: CallId | None = None
-    type: Literal["function"] | None = None
 
 
 class OllamaMessage(Struct, kw_only=True):
@@ -51,7 +36,7 @@ class OllamaMessage(Struct, kw_only=True):
     content: str | None = None
     thinking: str | None = None
     images: list[Base64] | None = None
-    tool_calls: Annotated[list[OllamaCall], Meta(max_length=MAX_CALLS)] | None = None
+    tool_calls: Annotated[list[CallRecord], Meta(max_length=MAX_CALLS)] | None = None
     tool_name: str | None = None
     tool_call_id: CallId | None = None
 

@@ -10,9 +10,7 @@ from starlette.requests import Request
 
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallStart, Event, TextDelta
-from headrace.service.parsing.message import MessageBuilder, ParsedMessage
-from headrace.service.parsing.parser import OutputParser
-from headrace.serving.http.generation.chat import OutputPlan, prepare_chat
+from headrace.serving.http.generation.chat import OutputPlan, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import AppContext, read_request
 from headrace.serving.http.generation.exchange import answer_router, note_rooms, telling_refusals
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
@@ -36,84 +34,59 @@ from headrace.serving.http.transport.errors import JsonResponse
 BODY = JsonBody(ChatRequest)
 
 
-def _finish_reason(reason: str | None, parser: OutputParser | None) -> str | None:
-    """``tool_calls`` instead of ``stop`` when there is a complete call."""
-    return "tool_calls" if reason == "stop" and parser is not None and parser.num_calls else reason
-
-
 def whole_choice(choice: CompletionOutput, plan: OutputPlan, names: TokenNames, *, has_ids: bool) -> ChatChoice:
     """One finished choice."""
-    parser, message = None, AssistantMessage(choice.text)
-    if plan.parses:
-        parser, builder = plan.parser(), MessageBuilder()
-        builder.add(parser.push(choice.text))
-        builder.add(parser.finish())
-        message = _message(builder.message(), plan)
+    reader = _ChoiceReader(plan)
+    whole = reader.read(choice)
+    calls = [
+        ResponseCall(str(c.id), "function" if c.custom is UNSET else "custom", c.function, c.custom)
+        for c in whole.tool_calls or ()
+    ]
     return ChatChoice(
-        choice.index, message,
+        choice.index,
+        AssistantMessage(
+            whole.content or (None if calls else ""), reasoning_content=whole.reasoning_content,
+            reasoning=whole.reasoning, tool_calls=calls or UNSET,
+        ),
         logprobs=chat_logprobs(choice.logprobs, names) if choice.logprobs is not None else None,
-        finish_reason=_finish_reason(choice.finish_reason, parser), stop_reason=choice.stop_reason,
+        finish_reason=reader.name_reason(choice.finish_reason), stop_reason=choice.stop_reason,
         matched_stop=choice.matched_stop,
         token_ids=choice.token_ids if has_ids else UNSET,
     )
 
 
-def _message(parsed: ParsedMessage, plan: OutputPlan) -> AssistantMessage:
-    message = AssistantMessage(parsed.content if parsed.content or not parsed.tool_calls else None)
-    if parsed.reasoning and plan.includes_reasoning:
-        message.reasoning_content = message.reasoning = parsed.reasoning
-    if parsed.tool_calls:
-        message.tool_calls = [
-            ResponseCall(c.call_id, "custom", custom=ResponseInput(c.arguments, c.name)) if c.name in plan.custom
-            else ResponseCall(c.call_id, "function", function=ResponseFunction(c.arguments, c.name))
-            for c in parsed.tool_calls
-        ]
-    return message
-
-
 class _ChoiceReader:
-    """Turns the deltas of one choice into deltas of a message. Has its own parser, as choices of one request arrive
-    interleaved."""
+    """Turns the deltas of one choice, or the whole of it, into deltas of a message. Has its own parser, as choices of
+    one request arrive interleaved."""
 
     def __init__(self, plan: OutputPlan):
-        self.parser = plan.parser() if plan.parses else None
-        self._plan = plan
+        self._reader, self._plan, self._parses = OutputReader(plan), plan, plan.parses
         self._held_reasoning: list[str] = []
         self._is_custom = False  # the call that has begun last
         self.content_frames: TextFrames | None = None
 
-    def read(self, delta: ChoiceDelta) -> ChatDelta:
+    def name_reason(self, reason: str | None) -> str | None:
+        """A finish reason; ``tool_calls`` instead of ``stop`` when there is a complete call."""
+        return "tool_calls" if reason == "stop" and self._reader.has_calls else reason
+
+    def read(self, delta: ChoiceDelta | CompletionOutput) -> ChatDelta:
         """The new parts; empty while the parser holds text back."""
-        if self.parser is None:
+        if not self._parses:
             return ChatDelta(content=delta.text) if delta.text or not delta.finish_reason else ChatDelta()
-        events = self.parser.push(delta.text)
-        if delta.finish_reason is not None:
-            events += self.parser.finish()
-        added, reasoning = ChatDelta(), []
-        for event in events:
+        added = ChatDelta()
+        for event in self._reader.read(delta):
             if isinstance(event, TextDelta) and event.is_reasoning:
-                reasoning.append(event.text)
+                self._held_reasoning.append(event.text)
             elif isinstance(event, TextDelta):
                 added.content = event.text if added.content is UNSET else added.content + event.text
             else:
                 self._add_call(added, event)
         # With `stream_reasoning` false the reasoning is held back until the parser has left it.
-        is_over = not self.parser.is_reasoning or delta.finish_reason is not None
-        text = self._take_reasoning(reasoning, is_over=is_over)
-        if text:
-            added.reasoning_content = added.reasoning = text
+        is_over = not self._reader.is_reasoning or delta.finish_reason is not None
+        if self._held_reasoning and (self._plan.streams_reasoning or is_over):
+            added.reasoning_content = added.reasoning = "".join(self._held_reasoning)
+            self._held_reasoning.clear()
         return added
-
-    def _take_reasoning(self, reasoning: list[str], *, is_over: bool) -> str:
-        """The reasoning to send now: what is new, or with ``stream_reasoning`` false all of it when it is over."""
-        if not self._plan.includes_reasoning:
-            return ""
-        self._held_reasoning += reasoning
-        if not (self._plan.streams_reasoning or is_over):
-            return ""
-        text = "".join(self._held_reasoning)
-        self._held_reasoning.clear()
-        return text
 
     def _add_call(self, added: ChatDelta, event: Event) -> None:
         """Add a call event to the delta of its call in this chunk."""
@@ -174,7 +147,7 @@ class ChatEvents(Events):
         if delta.logprobs is not None:
             choice.logprobs = chat_logprobs(delta.logprobs, self._names)
         if delta.finish_reason is not None:
-            choice.finish_reason = _finish_reason(delta.finish_reason, reader.parser)
+            choice.finish_reason = reader.name_reason(delta.finish_reason)
             choice.stop_reason = UNSET if delta.stop_reason is None else delta.stop_reason
             choice.matched_stop = UNSET if delta.matched_stop is None else delta.matched_stop
         if self._has_ids:

@@ -10,6 +10,7 @@ from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.media import as_data_uri
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
+from headrace.service.parsing.message import ToolCall
 from headrace.serving.http.generation.chat import Chat, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import compute, read_request
 from headrace.serving.http.generation.conversation import count_prompt
@@ -210,22 +211,15 @@ def _empty_block(event: Event) -> wire.OutputBlock:
 
 
 def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage) -> wire.Message:
-    """One finished response. An incomplete call is dropped: its input is not valid JSON."""
+    """One finished response."""
     reader = OutputReader(chat.plan)
     content: list[wire.OutputBlock] = []
-    # the call whose arguments are being collected; text blocks are complete at once
-    block: wire.OutputBlock = wire.TextOutput("")
-    arguments: list[str] = []
-    for event in reader.read(choice):
-        match event:
+    for part in reader.read_whole(choice):
+        match part:
             case TextDelta(text, is_reasoning):
                 content.append(wire.ThinkingOutput(text) if is_reasoning else wire.TextOutput(text))
-            case CallStart():
-                block, arguments = _empty_block(event), []
-            case CallArguments(_, text):
-                arguments.append(text)
-            case CallEnd(_, is_complete) if is_complete and isinstance(block, wire.ToolUseOutput):
-                content.append(wire.ToolUseOutput(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
+            case ToolCall(call_id, name, arguments):
+                content.append(wire.ToolUseOutput(call_id, name, Raw(arguments.encode())))
     stop = _stop_info(choice, chat, has_calls=reader.has_calls)
     return wire.Message(
         chat.request.request_id, model, content, _usage(usage), stop_reason=stop.stop_reason,

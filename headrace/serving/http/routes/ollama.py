@@ -17,7 +17,7 @@ from headrace.base.messages import ModelFacts
 from headrace.base.pooling import unpack_floats
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.client.pooling import check_dimensions, shorten
-from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, TextDelta
+from headrace.service.parsing.events import TextDelta
 from headrace.serving.http.generation.chat import OutputPlan, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
@@ -30,7 +30,7 @@ from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseForm
 from headrace.serving.http.protocol.media import ContentPart, PlacedImage, TextPart
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, ContentLogprob
 from headrace.serving.http.protocol.pooling import PoolingFields
-from headrace.serving.http.protocol.tools import AnyTool, CallRecord, FunctionCall, Tool
+from headrace.serving.http.protocol.tools import AnyTool, Tool
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
@@ -45,7 +45,6 @@ SECOND = 1_000_000_000
 NDJSON = "application/x-ndjson"
 FAR_FUTURE = "2318-01-01T00:00:00Z"
 """When the model is unloaded: never, which Ollama reports as a time about 292 years ahead (Go's longest duration)."""
-EMPTY_OBJECT = msgspec.Raw(b"{}")
 
 
 def plain_name(model: str) -> str:
@@ -59,18 +58,12 @@ def format_time(seconds: float | None = None) -> str:
 
 
 def _chat_message(message: wire.OllamaMessage, where: str) -> ChatMessage:
-    calls = [
-        CallRecord(
-            id=c.id, type="function", function=FunctionCall(name=c.function.name, arguments=c.function.arguments)
-        )
-        for c in message.tool_calls or ()
-    ]
     # Ollama's clients may leave out the content; `ChatRequest` requires it of all roles but the assistant.
-    content = message.content if message.content is not None or calls else ""
+    content = message.content if message.content is not None or message.tool_calls else ""
     return ChatMessage(
         role=message.role, content=_with_images(content, message.images, where),
-        reasoning_content=message.thinking or None, tool_calls=calls or None, tool_call_id=message.tool_call_id,
-        name=message.tool_name,
+        reasoning_content=message.thinking or None, tool_calls=message.tool_calls or None,
+        tool_call_id=message.tool_call_id, name=message.tool_name,
     )
 
 
@@ -142,8 +135,7 @@ class OllamaWriter:
         self._logprobs: list[ContentLogprob] = []
         self._reader = OutputReader(plan) if plan is not None else None
         self._is_chat = is_chat
-        self._call = wire.OllamaResponseCall("", wire.OllamaResponseFunction(0, "", EMPTY_OBJECT))
-        self._arguments: list[str] = []
+        self._num_calls = 0
 
     def write(self, delta: ChoiceDelta) -> wire.OllamaResponse | None:
         """A line with the new parts; None if there are none yet."""
@@ -172,19 +164,14 @@ class OllamaWriter:
         if delta.logprobs is not None:
             self._logprobs += chat_logprobs(delta.logprobs, self._names).content
         calls = []
-        for event in self._reader.read(delta) if self._reader is not None else ():
-            match event:
-                case TextDelta(text, is_reasoning):
-                    texts[is_reasoning] += text
-                case CallStart(index, call_id, name):
-                    function = wire.OllamaResponseFunction(index, name, EMPTY_OBJECT)
-                    # kept until `CallEnd`: a line has whole calls only
-                    self._call, self._arguments = wire.OllamaResponseCall(call_id, function), []
-                case CallArguments(_, text):
-                    self._arguments.append(text)
-                case CallEnd(_, True):
-                    self._call.function.arguments = msgspec.Raw("".join(self._arguments).encode() or b"{}")
-                    calls.append(self._call)
+        for part in self._reader.read_whole(delta) if self._reader is not None else ():
+            if isinstance(part, TextDelta):
+                texts[part.is_reasoning] += part.text
+            else:
+                arguments = msgspec.Raw(part.arguments.encode())
+                function = wire.OllamaResponseFunction(self._num_calls, part.name, arguments)
+                calls.append(wire.OllamaResponseCall(part.call_id, function))
+                self._num_calls += 1
         return texts[False], texts[True], calls
 
     def _line(self, content: str, reasoning: str, calls: list[wire.OllamaResponseCall]) -> wire.OllamaResponse:
