@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 from starlette.requests import Request
 
 from headrace.base.adapters import AdapterInfo
-from headrace.serving.http.generation.context import AppContext, context_of
+from headrace.serving.http.generation.context import context_of, read_request
 from headrace.serving.http.protocol import adapters as wire
-from headrace.serving.http.transport.endpoint import Endpoint, JsonBody, post, read_body
+from headrace.serving.http.transport.endpoint import Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-LOAD_BODY, UNLOAD_BODY = JsonBody(wire.LoadAdapterRequest), JsonBody(wire.UnloadAdapterRequest)
-TENSORS_BODY = JsonBody(wire.LoadTensorsRequest)
-T = TypeVar("T", bound=msgspec.Struct)
+LOAD_BODY = JsonBody(wire.LoadAdapterRequest, is_optional=True)
+UNLOAD_BODY = JsonBody(wire.UnloadAdapterRequest, is_optional=True)
+TENSORS_BODY = JsonBody(wire.LoadTensorsRequest, is_optional=True)
 LOAD_ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 503)
-
-
-async def _read(request: Request, body: JsonBody[T]) -> tuple[AppContext, T]:
-    """The context and the decoded body, whose type `AdminGate` has checked; a large one is decoded on a thread."""
-    context = context_of(request)
-    data = b"".join(await read_body(request.scope, request.receive, context.server.max_body_bytes))
-    return context, await context.threads.run(request, len(data), lambda: body.decode(data if data.strip() else b"{}"))
 
 
 async def load(request: Request) -> JsonResponse:
     """Load an adapter from one of the allowed folders."""
-    context, body = await _read(request, LOAD_BODY)
+    context, body = await read_request(request, LOAD_BODY)
     context.check_available()
     info = await context.adapters.load(
         body.lora_name, body.lora_path, own_names=context.own_names, is_pinned=bool(body.pinned),
@@ -39,7 +30,7 @@ async def load(request: Request) -> JsonResponse:
 
 async def load_tensors(request: Request) -> JsonResponse:
     """Load an adapter from its content."""
-    context, body = await _read(request, TENSORS_BODY)
+    context, body = await read_request(request, TENSORS_BODY)
     context.check_available()
     config = msgspec.json.encode(body.config_dict).decode()
     info = await context.adapters.load_tensors(
@@ -56,7 +47,7 @@ def _loaded(info: AdapterInfo) -> JsonResponse:
 
 async def unload(request: Request) -> JsonResponse:
     """Refuse new requests for an adapter, and free it when those that run have ended."""
-    context, body = await _read(request, UNLOAD_BODY)
+    context, body = await read_request(request, UNLOAD_BODY)
     context.check_available()
     info = await context.adapters.unload(body.lora_name)
     waits = f", when its {info.num_requests} requests have ended" if info.num_requests else ""

@@ -18,14 +18,16 @@ from headrace.base.admin import DEVICE_PARTS, DevicePart, StartProfile
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.service.client.admin import SleepMode
 from headrace.service.client.outputs import ReplicaStatus
-from headrace.serving.http.generation.context import AppContext, context_of
+from headrace.serving.http.generation.context import AppContext, context_of, read_request
 from headrace.serving.http.protocol import admin as wire
 from headrace.serving.http.routes.control import current_stats
 from headrace.serving.http.transport.endpoint import Endpoint, Handler, JsonBody, Query, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-MEMORY_BODY, UPDATE_BODY = JsonBody(wire.MemoryRequest), JsonBody(wire.UpdateWeightsRequest)
-PAUSE_BODY, PROFILE_BODY = JsonBody(wire.PauseRequest), JsonBody(wire.ProfileRequest)
+MEMORY_BODY = JsonBody(wire.MemoryRequest, is_optional=True)
+UPDATE_BODY = JsonBody(wire.UpdateWeightsRequest, is_optional=True)
+PAUSE_BODY = JsonBody(wire.PauseRequest, is_optional=True)
+PROFILE_BODY = JsonBody(wire.ProfileRequest, is_optional=True)
 SLEEP_MODES: dict[str, SleepMode] = {"refuse": "refuse", "abort": "abort", "wait": "wait"}
 PAUSE_MODES = ("abort", "keep")
 NO_PROFILES = "profiles need a folder: start the server with --profile-folder"
@@ -69,12 +71,11 @@ async def flush_cache(request: Request) -> JsonResponse:
 
 async def pause_generation(request: Request) -> JsonResponse:
     """Pause generation (SGLang's name); new requests wait. No body is the same as ``{}``."""
-    context = context_of(request)
-    mode = (await PAUSE_BODY.read_optional(request, context.server.max_body_bytes)).mode
+    context, body = await read_request(request, PAUSE_BODY)
     context.check_available()
     # Paused first: otherwise a queued request could start after the others were aborted.
     await context.admin.pause()
-    num_aborted = context.abort_all() if mode != "in_place" else 0
+    num_aborted = context.abort_all() if body.mode != "in_place" else 0
     return _done(f"generation is paused; {num_aborted} running requests were aborted")
 
 
@@ -135,8 +136,7 @@ def _memory_handler(*, is_release: bool) -> Handler:
     """Free or reallocate device memory (SGLang's names). Weights move to host memory."""
 
     async def change(request: Request) -> JsonResponse:
-        context = context_of(request)
-        body = await MEMORY_BODY.read_optional(request, context.server.max_body_bytes)
+        context, body = await read_request(request, MEMORY_BODY)
         _check_loaded(context)
         await (context.admin.sleep if is_release else context.admin.wake)(body.tags or DEVICE_PARTS)
         return _memory_response(context)
@@ -174,8 +174,7 @@ async def show_sleeping(request: Request) -> JsonResponse:
 
 async def update_weights(request: Request) -> JsonResponse:
     """Serve the weights of another checkpoint with the same shapes; running requests continue with them."""
-    context = context_of(request)
-    body = await UPDATE_BODY.read_optional(request, context.server.max_body_bytes)
+    context, body = await read_request(request, UPDATE_BODY)
     if body.flush_cache is False:
         raise RequestError("flush_cache must be true: cached values belong to the old weights", param="flush_cache")
     model = _find_model(context, body.model_path)
@@ -224,8 +223,7 @@ def _without_paths(context: AppContext, message: str, model: str) -> str:
 
 async def start_profile(request: Request) -> JsonResponse:
     """Record a trace of the engine into the folder of ``--profile-folder``."""
-    context = context_of(request)
-    body = await PROFILE_BODY.read_optional(request, context.server.max_body_bytes)
+    context, body = await read_request(request, PROFILE_BODY)
     folder = context.operations.profile_folder
     if folder is None:
         raise RequestError(NO_PROFILES, param="profile_folder")

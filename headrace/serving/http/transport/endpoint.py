@@ -96,16 +96,18 @@ def _check_media_type(request: Request, *, takes_any_type: bool) -> None:
 class JsonBody(Generic[T]):
     """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A field of another route or of an
     unsupported feature is refused by name unless it requests nothing (`is_neutral`). ``takes_any_type``: accepts any
-    declared media type, for APIs whose clients declare none. ``nested``: a field, and the record of its objects, which
-    are checked for unknown fields like the body itself."""
+    declared media type, for APIs whose clients declare none. ``is_optional``: no body is the same as an empty object;
+    for routes whose media type `AdminGate` has checked. ``nested``: a field, and the record of its objects, which are
+    checked for unknown fields like the body itself."""
 
     media_type: ClassVar[str] = "application/json"
 
     def __init__(
-        self, record: type[T], *, nested: tuple[str, type[msgspec.Struct]] | None = None, takes_any_type: bool = False
+        self, record: type[T], *, nested: tuple[str, type[msgspec.Struct]] | None = None, takes_any_type: bool = False,
+        is_optional: bool = False,
     ):
         self.record = record
-        self._takes_any_type = takes_any_type
+        self._takes_any_type, self._is_optional = takes_any_type, is_optional
         self._decode = msgspec.json.Decoder(record).decode
         self._fields = names_of(record)
         self._nested, self._nested_fields = (nested[0], names_of(nested[1])) if nested else ("", frozenset[str]())
@@ -118,19 +120,29 @@ class JsonBody(Generic[T]):
         the request's state has its size as ``body_bytes``. ``most_ids``: token ids that a prompt may have, if known; a
         large body with a longer one is refused by counting its commas. ``is_lenient``: unknown fields are ignored;
         their names are in the request's state as ``ignored_fields``, for the response header."""
-        _check_media_type(request, takes_any_type=self._takes_any_type)
         ignored: list[str] | None = [] if is_lenient else None
+        decode, state = self._decoder_for(request, ignored, most_ids), request.scope.setdefault("state", {})
         parts = await read_body(request.scope, request.receive, limit)
-        request.scope.setdefault("state", {})[BODY_BYTES] = size = sum(map(len, parts))
-        decoded = await threads.run(request, size, partial(self._decode_parts, parts, ignored, most_ids))
+        state[BODY_BYTES] = size = sum(map(len, parts))
+        decoded = await threads.run(request, size, partial(decode, parts))
         if ignored:
-            request.scope.setdefault("state", {})["ignored_fields"] = ignored
+            state["ignored_fields"] = ignored
         return decoded
+
+    def _decoder_for(
+        self, request: Request, ignored: list[str] | None, most_ids: int | None
+    ) -> Callable[[list[bytes]], T]:
+        """Check what the head says of the body; returns what decodes its parts."""
+        if not self._is_optional:
+            _check_media_type(request, takes_any_type=self._takes_any_type)
+        return partial(self._decode_parts, ignored=ignored, most_ids=most_ids)
 
     def _decode_parts(self, parts: list[bytes], ignored: list[str] | None, most_ids: int | None) -> T:
         """Empties the list, so that a large body is in memory only once."""
         body = b"".join(parts)
         parts.clear()
+        if self._is_optional and not body.strip():
+            body = b"{}"
         # Decoding holds the GIL: on a thread, too, it stops the event loop for as long as one call takes.
         if len(body) > AT_ONCE:
             check_num_values(body)
@@ -175,11 +187,6 @@ class JsonBody(Generic[T]):
             with within_field(name):
                 found[own_name] = msgspec.convert(value, kind, str_keys=True)
         return found
-
-    async def read_optional(self, request: Request, limit: int) -> T:
-        """The decoded body, of any declared type; no body is the same as an empty object."""
-        body = b"".join(await read_body(request.scope, request.receive, limit))
-        return self.decode(body if body.strip() else b"{}")
 
     def decode(self, body: bytes, ignored: list[str] | None = None) -> T:
         """Decode ``body``; raises `RequestError`, with the field's name if one is wrong. Unknown fields are appended to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,8 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.protocol.fields import DEFERRED
-from headrace.serving.http.transport.endpoint import BODY_BYTES, JsonBody, T, read_body
+from headrace.serving.http.transport.endpoint import JsonBody, T
 from headrace.serving.http.transport.errors import UnsupportedMediaType
-from headrace.serving.http.transport.threads import WorkThreads
 
 FORM = "multipart/form-data"
 MOST_PARTS = 64
@@ -36,23 +35,14 @@ class FormBody(JsonBody[T]):
         super().__init__(record)
         self._files, self._lists = files, lists
 
-    async def read(
-        self, request: Request, limit: int, threads: WorkThreads, *, is_lenient: bool = False,
-        most_ids: int | None = None,
-    ) -> T:
-        """See `JsonBody.read`."""
+    def _decoder_for(
+        self, request: Request, ignored: list[str] | None, most_ids: int | None
+    ) -> Callable[[list[bytes]], T]:
         declared = request.headers.get("content-type", "")
         boundary = _BOUNDARY.search(declared)
         if declared.partition(";")[0].strip().lower() != FORM or boundary is None:
             raise UnsupportedMediaType(f"Content-Type must be {FORM} with a boundary, got {declared[:100] or 'none'}")
-        parts = await read_body(request.scope, request.receive, limit)
-        request.scope.setdefault("state", {})[BODY_BYTES] = size = sum(map(len, parts))
-        ignored: list[str] | None = [] if is_lenient else None
-        mark = (boundary[1] or boundary[2]).encode()
-        decoded = await threads.run(request, size, partial(self._decode_form, parts, mark, ignored))
-        if ignored:
-            request.scope["state"]["ignored_fields"] = ignored
-        return decoded
+        return partial(self._decode_form, boundary=(boundary[1] or boundary[2]).encode(), ignored=ignored)
 
     def _decode_form(self, parts: list[bytes], boundary: bytes, ignored: list[str] | None) -> T:
         body = b"".join(parts)

@@ -100,6 +100,8 @@ class PieceReader:
         members = _members(wanted)
         if any(kind is msgspec.Raw for kind, _ in members):
             return msgspec.Raw(self.text_of(span))
+        if any(kind is bytes for kind, _ in members):
+            return _decode(self.text_of(span), wanted)
         if self._body[span.begin] == _QUOTE:
             return self._long_text(span, wanted, members)
         if self._body[span.begin] == _LIST:
