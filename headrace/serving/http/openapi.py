@@ -82,7 +82,7 @@ def _describe_operation(
     responses |= {str(s): {"description": HTTPStatus(s).phrase, "content": error} for s in sorted(statuses)}
     name = re.sub(r"\W+", "_", endpoint.path).strip("_") or "root"
     operation: dict[str, Any] = {
-        "summary": endpoint.doc, "tags": [endpoint.tag], "operationId": f"{name}_{method.lower()}",
+        "summary": endpoint.summary, "tags": [endpoint.tag], "operationId": f"{name}_{method.lower()}",
         "responses": responses
     }
     parameters = [

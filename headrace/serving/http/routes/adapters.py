@@ -18,7 +18,7 @@ LOAD_ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 503)
 
 
 async def load(request: Request) -> JsonResponse:
-    """Load an adapter from one of the allowed folders."""
+    """Load a LoRA adapter from one of the allowed folders."""
     context, body = await read_request(request, LOAD_BODY)
     context.check_available()
     info = await context.adapters.load(
@@ -29,7 +29,7 @@ async def load(request: Request) -> JsonResponse:
 
 
 async def load_tensors(request: Request) -> JsonResponse:
-    """Load an adapter from its content."""
+    """Load a LoRA adapter from its content."""
     context, body = await read_request(request, TENSORS_BODY)
     context.check_available()
     config = msgspec.json.encode(body.config_dict).decode()
@@ -46,7 +46,7 @@ def _loaded(info: AdapterInfo) -> JsonResponse:
 
 
 async def unload(request: Request) -> JsonResponse:
-    """Refuse new requests for an adapter, and free it when those that run have ended."""
+    """Unload a LoRA adapter: new requests for it are refused, and it is freed when those that run have ended."""
     context, body = await read_request(request, UNLOAD_BODY)
     context.check_available()
     info = await context.adapters.unload(body.lora_name)
@@ -55,7 +55,7 @@ async def unload(request: Request) -> JsonResponse:
 
 
 async def show(request: Request) -> JsonResponse:
-    """The loaded adapters."""
+    """List the loaded LoRA adapters."""
     context = context_of(request)
     context.check_available()
     return JsonResponse(wire.AdapterList(await context.adapters.describe()))
@@ -63,20 +63,19 @@ async def show(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     post(
-        "/v1/load_lora_adapter", load, "admin", "Load a LoRA adapter from a folder.", wire.AdapterResponse,
-        body=LOAD_BODY, errors=LOAD_ERRORS, is_admin=True, aliases=("/load_lora_adapter",)
+        "/v1/load_lora_adapter", load, "admin", wire.AdapterResponse, body=LOAD_BODY, errors=LOAD_ERRORS, is_admin=True,
+        aliases=("/load_lora_adapter",)
     ),
     post(
-        "/v1/load_lora_adapter_from_tensors", load_tensors, "admin", "Load a LoRA adapter from its content.",
-        wire.AdapterResponse, body=TENSORS_BODY, errors=LOAD_ERRORS, is_admin=True,
-        aliases=("/load_lora_adapter_from_tensors",)
+        "/v1/load_lora_adapter_from_tensors", load_tensors, "admin", wire.AdapterResponse, body=TENSORS_BODY,
+        errors=LOAD_ERRORS, is_admin=True, aliases=("/load_lora_adapter_from_tensors",)
     ),
     post(
-        "/v1/unload_lora_adapter", unload, "admin", "Unload a LoRA adapter.", wire.AdapterResponse, body=UNLOAD_BODY,
-        errors=LOAD_ERRORS, is_admin=True, aliases=("/unload_lora_adapter",)
+        "/v1/unload_lora_adapter", unload, "admin", wire.AdapterResponse, body=UNLOAD_BODY, errors=LOAD_ERRORS,
+        is_admin=True, aliases=("/unload_lora_adapter",)
     ),
     Endpoint(
-        "/v1/lora_adapters", show, "admin", "List the loaded LoRA adapters.", wire.AdapterList,
-        methods=("GET", "POST"), errors=(400, 401, 403, 415, 503), is_admin=True
+        "/v1/lora_adapters", show, "admin", wire.AdapterList, methods=("GET", "POST"), errors=(400, 401, 403, 415, 503),
+        is_admin=True
     ),
 )

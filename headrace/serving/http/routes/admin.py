@@ -132,16 +132,20 @@ def _load(replica: ReplicaStatus) -> wire.Load:
     )
 
 
-def _memory_handler(*, is_release: bool) -> Handler:
-    """Free or reallocate device memory (SGLang's names). Weights move to host memory."""
+async def release_memory(request: Request) -> JsonResponse:
+    """Free device memory, or the parts in `tags` (SGLang's name). Weights move to host memory."""
+    context, body = await read_request(request, MEMORY_BODY)
+    _check_loaded(context)
+    await context.admin.sleep(body.tags or DEVICE_PARTS)
+    return _memory_response(context)
 
-    async def change(request: Request) -> JsonResponse:
-        context, body = await read_request(request, MEMORY_BODY)
-        _check_loaded(context)
-        await (context.admin.sleep if is_release else context.admin.wake)(body.tags or DEVICE_PARTS)
-        return _memory_response(context)
 
-    return change
+async def resume_memory(request: Request) -> JsonResponse:
+    """Reallocate device memory, or the parts in `tags` (SGLang's name)."""
+    context, body = await read_request(request, MEMORY_BODY)
+    _check_loaded(context)
+    await context.admin.wake(body.tags or DEVICE_PARTS)
+    return _memory_response(context)
 
 
 async def sleep(request: Request) -> JsonResponse:
@@ -247,10 +251,10 @@ async def stop_profile(request: Request) -> JsonResponse:
 
 
 def _admin(
-    path: str, handler: Handler, doc: str, *, response: type = wire.AdminResponse, query: Query | None = None,
+    path: str, handler: Handler, *, response: type = wire.AdminResponse, query: Query | None = None,
     errors: tuple[int, ...] = CHANGE_ERRORS,
 ) -> Endpoint:
-    return post(path, handler, "admin", doc, response, query=query, errors=errors, is_admin=True)
+    return post(path, handler, "admin", response, query=query, errors=errors, is_admin=True)
 
 
 LEVEL, TAGS = {"type": "string", "enum": ["1", "2"]}, {"type": "string", "enum": list(DEVICE_PARTS)}
@@ -258,25 +262,22 @@ SLEEP_QUERY: Query = {"level": LEVEL, "mode": {"type": "string", "enum": list(SL
 PAUSE_QUERY: Query = {"mode": {"type": "string", "enum": list(PAUSE_MODES)}}
 ENDPOINTS = (
     Endpoint(
-        "/flush_cache", flush_cache, "admin", "Empty the prefix cache.", wire.FlushResponse, methods=("GET", "POST"),
-        errors=(400, *ADMIN_ERRORS), is_admin=True, aliases=("/reset_prefix_cache",)
+        "/flush_cache", flush_cache, "admin", wire.FlushResponse, methods=("GET", "POST"), errors=(400, *ADMIN_ERRORS),
+        is_admin=True, aliases=("/reset_prefix_cache",)
     ),
-    _admin("/pause_generation", pause_generation, "Pause generation.", errors=(400, 413, 408, *ADMIN_ERRORS)),
-    _admin("/continue_generation", resume, "Continue after a pause.", errors=ADMIN_ERRORS),
-    _admin("/freeze_gc", freeze_gc, "Exclude objects in memory from garbage collection.", errors=ADMIN_ERRORS),
-    Endpoint("/v1/loads", show_loads, "control", "The load of the engine.", wire.Loads, errors=(503,)),
-    _admin("/release_memory_occupation", _memory_handler(is_release=True), "Free device memory."),
-    _admin("/resume_memory_occupation", _memory_handler(is_release=False), "Reallocate device memory."),
-    _admin("/sleep", sleep, "Free all device memory.", query=SLEEP_QUERY),
-    _admin("/wake_up", wake_up, "Reallocate device memory.", query={"tags": TAGS}),
-    Endpoint("/is_sleeping", show_sleeping, "control", "Whether the engine sleeps.", wire.SleepState),
-    _admin("/pause", pause, "Pause generation.", query=PAUSE_QUERY),
-    _admin("/resume", resume, "Continue after a pause."),
-    Endpoint("/is_paused", show_paused, "control", "Whether generation is paused.", wire.PauseState),
-    _admin(
-        "/update_weights_from_disk", update_weights, "Serve other weights of the same shapes.",
-        response=wire.UpdateWeightsResponse
-    ),
-    _admin("/start_profile", start_profile, "Record a profile of the engine."),
-    _admin("/stop_profile", stop_profile, "Write the profile."),
+    _admin("/pause_generation", pause_generation, errors=(400, 413, 408, *ADMIN_ERRORS)),
+    _admin("/continue_generation", resume, errors=ADMIN_ERRORS),
+    _admin("/freeze_gc", freeze_gc, errors=ADMIN_ERRORS),
+    Endpoint("/v1/loads", show_loads, "control", wire.Loads, errors=(503,)),
+    _admin("/release_memory_occupation", release_memory),
+    _admin("/resume_memory_occupation", resume_memory),
+    _admin("/sleep", sleep, query=SLEEP_QUERY),
+    _admin("/wake_up", wake_up, query={"tags": TAGS}),
+    Endpoint("/is_sleeping", show_sleeping, "control", wire.SleepState),
+    _admin("/pause", pause, query=PAUSE_QUERY),
+    _admin("/resume", resume),
+    Endpoint("/is_paused", show_paused, "control", wire.PauseState),
+    _admin("/update_weights_from_disk", update_weights, response=wire.UpdateWeightsResponse),
+    _admin("/start_profile", start_profile),
+    _admin("/stop_profile", stop_profile),
 )

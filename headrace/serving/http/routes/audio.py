@@ -42,7 +42,7 @@ TIMED = ("srt", "vtt", "verbose_json")
 
 
 async def transcribe(request: Request) -> Response:
-    """A clip to text in its language."""
+    """Write a clip of sound down, in its language."""
     check_form_origin(request.headers, context_of(request).server)
     _, body = await read_request(request, TRANSCRIPTION_BODY)
     granularities = body.timestamp_granularities or ["segment"]
@@ -64,7 +64,7 @@ async def transcribe(request: Request) -> Response:
 
 
 async def translate(request: Request) -> Response:
-    """A clip to text in English."""
+    """Write a clip of sound down in English."""
     check_form_origin(request.headers, context_of(request).server)
     _, body = await read_request(request, TRANSLATION_BODY)
     transcriber = await _open(request, body, is_translation=True)
@@ -219,11 +219,11 @@ async def _stop(writing: asyncio.Task[None]) -> None:
 
 ENDPOINTS = (
     post(
-        "/v1/audio/transcriptions", transcribe, "openai", "Write a clip of sound down.", wire.Transcript,
-        body=TRANSCRIPTION_BODY, event=wire.TranscriptEvent, errors=(403, 409, *GENERATION_ERRORS)
+        "/v1/audio/transcriptions", transcribe, "openai", wire.Transcript, body=TRANSCRIPTION_BODY,
+        event=wire.TranscriptEvent, errors=(403, 409, *GENERATION_ERRORS)
     ),
     post(
-        "/v1/audio/translations", translate, "openai", "Write a clip of sound down in English.", wire.Transcript,
-        body=TRANSLATION_BODY, errors=(403, 409, *GENERATION_ERRORS)
+        "/v1/audio/translations", translate, "openai", wire.Transcript, body=TRANSLATION_BODY,
+        errors=(403, 409, *GENERATION_ERRORS)
     ),
 )

@@ -214,7 +214,7 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
 
 ENDPOINTS = (
     post(
-        "/v1/chat/completions", create_chat_completion, "openai", "Answer a conversation.", ChatCompletion, body=BODY,
-        event=ChatChunk, errors=GENERATION_ERRORS
+        "/v1/chat/completions", create_chat_completion, "openai", ChatCompletion, body=BODY, event=ChatChunk,
+        errors=GENERATION_ERRORS
     ),
 )

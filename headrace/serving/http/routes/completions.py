@@ -77,7 +77,7 @@ async def _surround_gap(
 
 @telling_refusals
 async def create_completion(request: Request) -> JsonResponse | EventStream:
-    """Continue prompts."""
+    """Continue one or many prompts."""
     context, body = await read_request(request, BODY)
     note_rooms(request, body, context)
     adapter = context.check_request(body.model)
@@ -243,7 +243,7 @@ class CompletionEvents(Events):
 
 ENDPOINTS = (
     post(
-        "/v1/completions", create_completion, "openai", "Continue one or many prompts.", Completion, body=BODY,
-        event=Completion, errors=GENERATION_ERRORS
+        "/v1/completions", create_completion, "openai", Completion, body=BODY, event=Completion,
+        errors=GENERATION_ERRORS
     ),
 )

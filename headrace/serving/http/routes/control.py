@@ -60,12 +60,12 @@ def _state(context: AppContext, status: str) -> State:
 
 
 async def show_health(request: Request) -> JsonResponse:
-    """The HTTP process is alive."""
+    """Whether the HTTP process is alive."""
     return JsonResponse(_state(context_of(request), "ok"))
 
 
 async def show_ready(request: Request) -> JsonResponse:
-    """Requests are accepted: the engine has sampled a token, and nothing is shutting down."""
+    """Whether requests are accepted: the engine has sampled a token, and nothing is shutting down."""
     context = context_of(request)
     context.check_available()
     return JsonResponse(_state(context, "ready"))
@@ -83,7 +83,7 @@ def _read_timeout(request: Request) -> float:
 
 
 async def generate_health(request: Request) -> JsonResponse:
-    """Run one token through the model."""
+    """Whether a token can be generated now: one is run through the model."""
     context, timeout_s = context_of(request), _read_timeout(request)
     context.check_available()
     is_pooling = context.facts().pooling is not None
@@ -125,7 +125,7 @@ async def show_metrics(request: Request) -> Response:
 
 
 async def show_version(_request: Request) -> JsonResponse:
-    """The version."""
+    """The version of the server."""
     return JsonResponse(Version(VERSION))
 
 
@@ -154,7 +154,7 @@ def _adapter_card(context: AppContext, adapter: LoRARequest) -> ModelCard:
 
 
 async def list_models(request: Request) -> JsonResponse:
-    """The served model under each of its names, and its adapters."""
+    """List the served model under each of its names, and its adapters."""
     context, card = context_of(request), _card(context_of(request))
     return JsonResponse(ModelList([
         *(msgspec.structs.replace(card, id=name) for name in context.model_names),
@@ -163,7 +163,7 @@ async def list_models(request: Request) -> JsonResponse:
 
 
 async def show_model(request: Request) -> JsonResponse:
-    """One model; names may contain slashes."""
+    """Describe a model; names may contain slashes."""
     if not request.path_params["model"]:
         raise HTTPException(404)  # the list with a slash behind it: no model, though requests may leave theirs out
     context = context_of(request)
@@ -186,7 +186,7 @@ async def abort_request(request: Request) -> JsonResponse:
 
 
 async def show_load(request: Request) -> JsonResponse:
-    """Requests in progress."""
+    """The number of requests in progress (vLLM's form)."""
     return JsonResponse(ServerLoad(context_of(request).client.num_inflight))
 
 
@@ -238,27 +238,16 @@ async def show_model_info(request: Request) -> JsonResponse:
 
 TIMEOUT = {"timeout": {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}}
 ENDPOINTS = (
-    Endpoint("/v1/models", list_models, "openai", "List the served models.", ModelList, errors=(503,)),
-    Endpoint("/v1/models/{model:path}", show_model, "openai", "Describe a model.", ModelCard, errors=(404, 503)),
-    post("/abort_request", abort_request, "control", "Abort running requests.", AbortResponse, body=ABORT_BODY),
-    Endpoint(
-        "/server_info", show_server, "control", "Options, model, memory plan and counters.", ServerInfo,
-        aliases=("/get_server_info",)
-    ),
-    Endpoint(
-        "/model_info", show_model_info, "control", "Facts of the model.", ModelInfo, errors=(503,),
-        aliases=("/get_model_info",)
-    ),
-    Endpoint("/health", show_health, "health", "Whether the HTTP process is alive.", State),
-    Endpoint("/ready", show_ready, "health", "Whether requests are accepted.", State, errors=(503,)),
-    Endpoint(
-        "/ping", show_ready, "health", "The same, as SageMaker asks.", State, methods=("GET", "POST"), errors=(503,)
-    ),
-    Endpoint("/load", show_load, "control", "The number of requests in progress (vLLM's form).", ServerLoad),
-    Endpoint(
-        "/health_generate", generate_health, "health", "Whether a token can be generated now.", State, query=TIMEOUT,
-        errors=(400, 429, 503, 504)
-    ),
-    Endpoint("/metrics", show_metrics, "health", "Prometheus metrics."),
-    Endpoint("/version", show_version, "health", "The version of the server.", Version),
+    Endpoint("/v1/models", list_models, "openai", ModelList, errors=(503,)),
+    Endpoint("/v1/models/{model:path}", show_model, "openai", ModelCard, errors=(404, 503)),
+    post("/abort_request", abort_request, "control", AbortResponse, body=ABORT_BODY),
+    Endpoint("/server_info", show_server, "control", ServerInfo, aliases=("/get_server_info",)),
+    Endpoint("/model_info", show_model_info, "control", ModelInfo, errors=(503,), aliases=("/get_model_info",)),
+    Endpoint("/health", show_health, "health", State),
+    Endpoint("/ready", show_ready, "health", State, errors=(503,)),
+    Endpoint("/ping", show_ready, "health", State, methods=("GET", "POST"), errors=(503,)),
+    Endpoint("/load", show_load, "control", ServerLoad),
+    Endpoint("/health_generate", generate_health, "health", State, query=TIMEOUT, errors=(400, 429, 503, 504)),
+    Endpoint("/metrics", show_metrics, "health"),
+    Endpoint("/version", show_version, "health", Version),
 )

@@ -313,7 +313,7 @@ class MessageEvents(Events):
 
 
 async def create_message(request: Request) -> JsonResponse | EventStream:
-    """Answer a conversation."""
+    """Answer a conversation (Anthropic's API)."""
     context, body = await read_request(request, BODY)
     converted = await compute(request, lambda: convert_request(body))
     chat = await prepare_chat(request, context, converted, id_prefix="msg_", fits=True, field_names=FIELD_NAMES)
@@ -324,7 +324,7 @@ async def create_message(request: Request) -> JsonResponse | EventStream:
 
 
 async def count_tokens(request: Request) -> JsonResponse:
-    """The length of a conversation's prompt."""
+    """Count the tokens of a conversation."""
     context, body = await read_request(request, COUNT_BODY)
     context.check_model(body.model)
     converted = await compute(request, lambda: convert_prompt(body))
@@ -335,11 +335,8 @@ async def count_tokens(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     post(
-        "/v1/messages", create_message, "anthropic", "Answer a conversation (Anthropic's API).", wire.Message,
-        body=BODY, event=wire.StreamEvent, errors=GENERATION_ERRORS
+        "/v1/messages", create_message, "anthropic", wire.Message, body=BODY, event=wire.StreamEvent,
+        errors=GENERATION_ERRORS
     ),
-    post(
-        "/v1/messages/count_tokens", count_tokens, "anthropic", "Count the tokens of a conversation.", wire.TokenCount,
-        body=COUNT_BODY, errors=(404, 503)
-    ),
+    post("/v1/messages/count_tokens", count_tokens, "anthropic", wire.TokenCount, body=COUNT_BODY, errors=(404, 503)),
 )

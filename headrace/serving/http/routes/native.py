@@ -108,7 +108,7 @@ def _adapter(body: GenerateRequest, context: AppContext, num_prompts: int) -> st
 
 @telling_refusals
 async def generate(request: Request) -> JsonResponse | EventStream:
-    """Continue one prompt or a batch."""
+    """Continue one prompt or a batch (SGLang's API)."""
     context, body = await read_request(request, BODY)
     note_rooms(request, body, context)
     context.check_available()
@@ -251,7 +251,7 @@ class NativeEvents(Events):
 
 ENDPOINTS = (
     post(
-        "/generate", generate, "native", "Continue one prompt or a batch (SGLang's API).", Generated | list[Generated],
-        body=BODY, event=Generated, errors=(404, 429, 503, 504)
+        "/generate", generate, "native", Generated | list[Generated], body=BODY, event=Generated,
+        errors=(404, 429, 503, 504)
     ),
 )

@@ -236,14 +236,14 @@ async def _respond(
 
 
 async def chat(request: Request) -> JsonResponse | EventStream:
-    """Answer a conversation."""
+    """Answer a conversation (Ollama's API)."""
     context, body = await read_request(request, CHAT_BODY)
     converted = await compute(request, lambda: convert_chat(body, context.facts().max_model_len))
     return await _respond(request, body.model, converted, is_chat=True)
 
 
 async def generate(request: Request) -> JsonResponse | EventStream:
-    """Answer a prompt."""
+    """Answer a prompt (Ollama's API)."""
     context, body = await read_request(request, GENERATE_BODY)
     return await _respond(request, body.model, convert_generate(body, context.facts().max_model_len), is_chat=False)
 
@@ -265,13 +265,13 @@ def _card(context: AppContext, facts: ModelFacts, name: str) -> wire.OllamaCard:
 
 
 async def list_tags(request: Request) -> JsonResponse:
-    """The served model and its adapters."""
+    """List the served model and its adapters."""
     context = context_of(request)
     return JsonResponse(wire.OllamaList(_cards(context, context.facts())))
 
 
 async def list_running(request: Request) -> JsonResponse:
-    """The served model and its adapters, which stay loaded."""
+    """List the loaded models: the served one and its adapters, which stay loaded."""
     context = context_of(request)
     facts = context.facts()
     size = sum(line.num_bytes for line in context.client.memory if line.name != "free")
@@ -285,7 +285,7 @@ async def list_running(request: Request) -> JsonResponse:
 
 
 async def show(request: Request) -> JsonResponse:
-    """Facts of the model."""
+    """Describe a model."""
     context, body = await read_request(request, SHOW_BODY)
     facts, name = context.facts(), body.model or body.name
     if name is None:
@@ -326,13 +326,13 @@ async def _embed(request: Request, body: wire.OllamaEmbedRequest) -> wire.Ollama
 
 
 async def embed(request: Request) -> JsonResponse:
-    """Embeddings of texts."""
+    """Embeddings of texts (Ollama's API)."""
     _, body = await read_request(request, EMBED_BODY)
     return JsonResponse(await _embed(request, body))
 
 
 async def embed_one(request: Request) -> JsonResponse:
-    """The embedding of one text."""
+    """The embedding of one text (older Ollama clients)."""
     _, body = await read_request(request, LEGACY_EMBED_BODY)
     result = await _embed(request, wire.OllamaEmbedRequest(model=body.model, input=body.prompt))
     return JsonResponse(wire.OllamaEmbedding(result.embeddings[0]))
@@ -340,23 +340,19 @@ async def embed_one(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     post(
-        "/api/chat", chat, "ollama", "Answer a conversation (Ollama's API).", wire.OllamaChatResponse, body=CHAT_BODY,
-        event=wire.OllamaChatResponse, event_media=NDJSON, errors=GENERATION_ERRORS
+        "/api/chat", chat, "ollama", wire.OllamaChatResponse, body=CHAT_BODY, event=wire.OllamaChatResponse,
+        event_media=NDJSON, errors=GENERATION_ERRORS
     ),
     post(
-        "/api/generate", generate, "ollama", "Answer a prompt (Ollama's API).", wire.OllamaGenerateResponse,
-        body=GENERATE_BODY, event=wire.OllamaGenerateResponse, event_media=NDJSON, errors=GENERATION_ERRORS
+        "/api/generate", generate, "ollama", wire.OllamaGenerateResponse, body=GENERATE_BODY,
+        event=wire.OllamaGenerateResponse, event_media=NDJSON, errors=GENERATION_ERRORS
     ),
-    Endpoint("/api/tags", list_tags, "ollama", "List the served models.", wire.OllamaList, errors=(503,)),
-    Endpoint("/api/ps", list_running, "ollama", "List the loaded models.", wire.OllamaRunningList, errors=(503,)),
-    post("/api/show", show, "ollama", "Describe a model.", wire.OllamaModel, body=SHOW_BODY, errors=(404, 503)),
-    Endpoint("/api/version", show_version, "ollama", "The version.", wire.OllamaVersion),
+    Endpoint("/api/tags", list_tags, "ollama", wire.OllamaList, errors=(503,)),
+    Endpoint("/api/ps", list_running, "ollama", wire.OllamaRunningList, errors=(503,)),
+    post("/api/show", show, "ollama", wire.OllamaModel, body=SHOW_BODY, errors=(404, 503)),
+    Endpoint("/api/version", show_version, "ollama", wire.OllamaVersion),
+    post("/api/embed", embed, "ollama", wire.OllamaEmbeddings, body=EMBED_BODY, errors=GENERATION_ERRORS),
     post(
-        "/api/embed", embed, "ollama", "Embeddings of texts (Ollama's API).", wire.OllamaEmbeddings, body=EMBED_BODY,
-        errors=GENERATION_ERRORS
-    ),
-    post(
-        "/api/embeddings", embed_one, "ollama", "The embedding of one text (older Ollama clients).",
-        wire.OllamaEmbedding, body=LEGACY_EMBED_BODY, errors=GENERATION_ERRORS
+        "/api/embeddings", embed_one, "ollama", wire.OllamaEmbedding, body=LEGACY_EMBED_BODY, errors=GENERATION_ERRORS
     ),
 )

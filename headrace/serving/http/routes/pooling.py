@@ -76,7 +76,7 @@ async def create_embeddings(request: Request) -> JsonResponse:
 
 
 async def encode(request: Request) -> JsonResponse:
-    """Embeddings of texts in SGLang's form."""
+    """Embeddings of texts (SGLang's API)."""
     context, body = await read_request(request, ENCODE_BODY)
     context.check_available()
     check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
@@ -113,7 +113,7 @@ async def _score(
 
 
 async def rerank(request: Request) -> JsonResponse:
-    """Documents ordered by relevance to a query."""
+    """Order documents by relevance to a query."""
     context, body = await read_request(request, RERANK_BODY)
     context.check_request(body.model)
     # one less: the query of an embedding model is a prompt of its own
@@ -130,7 +130,7 @@ async def rerank(request: Request) -> JsonResponse:
 
 
 async def score(request: Request) -> JsonResponse:
-    """Scores of pairs, or probabilities of label tokens."""
+    """Score pairs of texts, or label tokens after a text."""
     context, body = await read_request(request, SCORE_BODY)
     context.check_request(body.model)
     limit = context.server.max_batch_prompts
@@ -189,7 +189,7 @@ async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -
 
 
 async def classify(request: Request) -> JsonResponse:
-    """Classes of texts."""
+    """Classify texts."""
     context, body = await read_request(request, CLASSIFY_BODY)
     context.check_request(body.model)
     facts = require_kind(context.facts(), "classify")
@@ -208,24 +208,20 @@ async def classify(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     post(
-        "/v1/embeddings", create_embeddings, "pooling", "Embeddings of texts and images.", wire.EmbeddingResponse,
-        body=EMBED_BODY,
+        "/v1/embeddings", create_embeddings, "pooling", wire.EmbeddingResponse, body=EMBED_BODY,
         errors=GENERATION_ERRORS
     ),
+    post("/encode", encode, "native", wire.Encoded | list[wire.Encoded], body=ENCODE_BODY, errors=(429, 503, 504)),
     post(
-        "/encode", encode, "native", "Embeddings of texts (SGLang's API).", wire.Encoded | list[wire.Encoded],
-        body=ENCODE_BODY, errors=(429, 503, 504)
+        "/v1/rerank", rerank, "pooling", wire.RerankResponse, body=RERANK_BODY, errors=GENERATION_ERRORS,
+        aliases=("/v2/rerank", "/rerank")
     ),
     post(
-        "/v1/rerank", rerank, "pooling", "Order documents by relevance to a query.", wire.RerankResponse,
-        body=RERANK_BODY, errors=GENERATION_ERRORS, aliases=("/v2/rerank", "/rerank")
+        "/v1/score", score, "pooling", wire.ScoreResponse, body=SCORE_BODY, errors=GENERATION_ERRORS,
+        aliases=("/score",)
     ),
     post(
-        "/v1/score", score, "pooling", "Score pairs of texts, or label tokens after a text.", wire.ScoreResponse,
-        body=SCORE_BODY, errors=GENERATION_ERRORS, aliases=("/score",)
-    ),
-    post(
-        "/v1/classify", classify, "pooling", "Classify texts.", wire.ClassifyResponse, body=CLASSIFY_BODY,
-        errors=GENERATION_ERRORS, aliases=("/classify",)
+        "/v1/classify", classify, "pooling", wire.ClassifyResponse, body=CLASSIFY_BODY, errors=GENERATION_ERRORS,
+        aliases=("/classify",)
     ),
 )

@@ -131,7 +131,7 @@ def _settle(request: Request, context: AppContext, body: wire.ResponsesRequest) 
 
 
 async def create_response(request: Request) -> JsonResponse | EventStream | StreamingResponse:
-    """Answer a conversation."""
+    """Answer a conversation, as items."""
     context, body = await read_request(request, BODY)
     _settle(request, context, body)
     owner, store = owner_of(request.headers), context.responses
@@ -175,7 +175,7 @@ def _follow(run: BackgroundRun, begin: int) -> StreamingResponse:
 
 
 async def count_input(request: Request) -> JsonResponse:
-    """The length of a conversation's prompt."""
+    """Count the tokens of a conversation."""
     context, body = await read_request(request, BODY)
     context.check_model(body.model)
     _settle(request, context, body)
@@ -223,8 +223,8 @@ def _find_stored(request: Request) -> StoredResponse:
 
 
 async def show_response(request: Request) -> JsonResponse | StreamingResponse:
-    """A stored response, or a running one of the same owner, which has no output yet; or the events of one that was
-    started in the background with a stream."""
+    """A stored or running response. A running one has no output yet; of one that was started in the background with a
+    stream, its events may be streamed."""
     given = request.query_params
     if given.get("stream", "false") != "false":
         after = given.get("starting_after", "-1")
@@ -253,7 +253,7 @@ async def delete_response(request: Request) -> JsonResponse:
 
 
 async def cancel_response(request: Request) -> JsonResponse:
-    """Abort a running response. Cancelling it again changes nothing."""
+    """Cancel a running response. Cancelling it again changes nothing."""
     running = _find_running(request)
     if running is not None:
         context_of(request).abort(request.path_params["response_id"])
@@ -295,24 +295,14 @@ PAGING: Query = {
 RESUMING: Query = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer"}}
 ENDPOINTS = (
     post(
-        "/v1/responses", create_response, "openai", "Answer a conversation, as items.", wire.Response, body=BODY,
-        event=wire.ResponseEvent, errors=GENERATION_ERRORS
+        "/v1/responses", create_response, "openai", wire.Response, body=BODY, event=wire.ResponseEvent,
+        errors=GENERATION_ERRORS
     ),
-    post(
-        "/v1/responses/input_tokens", count_input, "openai", "Count the tokens of a conversation.", wire.InputCount,
-        body=BODY, errors=(404, 503)
-    ),
+    post("/v1/responses/input_tokens", count_input, "openai", wire.InputCount, body=BODY, errors=(404, 503)),
     Endpoint(
-        BY_ID, show_response, "openai", "A stored response.", wire.Response, event=wire.ResponseEvent, query=RESUMING,
-        errors=(400, 404)
+        BY_ID, show_response, "openai", wire.Response, event=wire.ResponseEvent, query=RESUMING, errors=(400, 404)
     ),
-    Endpoint(
-        BY_ID, delete_response, "openai", "Delete a stored response.", wire.DeletedResponse, methods=("DELETE",),
-        errors=(404,)
-    ),
-    post(BY_ID + "/cancel", cancel_response, "openai", "Cancel a running response.", wire.Response, errors=(400, 404)),
-    Endpoint(
-        BY_ID + "/input_items", list_input_items, "openai", "The input items of a stored response.", wire.ItemList,
-        query=PAGING, errors=(400, 404)
-    ),
+    Endpoint(BY_ID, delete_response, "openai", wire.DeletedResponse, methods=("DELETE",), errors=(404,)),
+    post(BY_ID + "/cancel", cancel_response, "openai", wire.Response, errors=(400, 404)),
+    Endpoint(BY_ID + "/input_items", list_input_items, "openai", wire.ItemList, query=PAGING, errors=(400, 404)),
 )

@@ -42,7 +42,7 @@ _INDEX = re.compile(r" - at `\$\[(?P<index>\d+)\]`$")
 
 
 async def tokenize(request: Request) -> JsonResponse:
-    """Text or a conversation to ids."""
+    """Text or a conversation to token ids."""
     context, body = await read_request(request, TOKENIZE_BODY)
     facts, tokenizer = context.facts(), context.tokenizer()
     context.check_model(body.model)
@@ -122,7 +122,7 @@ def _join_lists(encoded: Iterable[bytes]) -> msgspec.Raw:
 
 
 async def detokenize(request: Request) -> JsonResponse:
-    """Ids to text."""
+    """Token ids to text."""
     context, body = await read_request(request, DETOKENIZE_BODY)
     context.facts()
     tokenizer = context.tokenizer()
@@ -172,7 +172,7 @@ def _explain(error: msgspec.ValidationError, num_before: int) -> RequestError:
 
 
 async def apply_template(request: Request) -> JsonResponse:
-    """A conversation to the prompt that the model would get."""
+    """The prompt that the model would get of a conversation (llama.cpp's API)."""
     context, body = await read_request(request, TEMPLATE_BODY)
     context.check_model(body.model)
     text = await compute(request, lambda: render_conversation(context, body), size=render_size(body))
@@ -192,17 +192,11 @@ async def show_tokenizer(request: Request) -> JsonResponse:
 
 
 ENDPOINTS = (
-    Endpoint("/tokenizer_info", show_tokenizer, "tokens", "Facts of the tokenizer.", TokenizerInfo, errors=(400, 503)),
+    Endpoint("/tokenizer_info", show_tokenizer, "tokens", TokenizerInfo, errors=(400, 503)),
+    post("/apply-template", apply_template, "tokens", RenderedPrompt, body=TEMPLATE_BODY, errors=(404, 503)),
+    post("/tokenize", tokenize, "tokens", Tokenized, body=TOKENIZE_BODY, errors=(404, 503), aliases=("/v1/tokenize",)),
     post(
-        "/apply-template", apply_template, "tokens", "The prompt of a conversation (llama.cpp's API).", RenderedPrompt,
-        body=TEMPLATE_BODY, errors=(404, 503)
-    ),
-    post(
-        "/tokenize", tokenize, "tokens", "Text to token ids.", Tokenized, body=TOKENIZE_BODY, errors=(404, 503),
-        aliases=("/v1/tokenize",)
-    ),
-    post(
-        "/detokenize", detokenize, "tokens", "Token ids to text.", Detokenized, body=DETOKENIZE_BODY,
-        errors=(404, 503), aliases=("/v1/detokenize",)
+        "/detokenize", detokenize, "tokens", Detokenized, body=DETOKENIZE_BODY, errors=(404, 503),
+        aliases=("/v1/detokenize",)
     ),
 )

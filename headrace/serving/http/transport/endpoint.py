@@ -317,12 +317,11 @@ def _choices_at(record: type[msgspec.Struct], path: str) -> list[str]:
 class Endpoint:
     """``response`` is the msgspec type of the 200 response (None: plain text), ``event`` that of a stream event, sent
     as ``event_media``. ``errors`` are statuses besides 200 (500 is always possible). ``is_admin``: needs `AdminGate`.
-    ``aliases`` are further paths."""
+    ``aliases`` are further paths. The document has the first sentence of the handler's docstring."""
 
     path: str
     handler: Handler
     tag: str
-    doc: str
     response: Any = None
     _: dataclasses.KW_ONLY
     methods: tuple[str, ...] = ("GET",)
@@ -334,12 +333,18 @@ class Endpoint:
     is_admin: bool = False
     aliases: tuple[str, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """What it does, for users."""
+        first, end, _ = " ".join((self.handler.__doc__ or "").replace("``", "`").split()).partition(". ")
+        return first + end.strip()
+
     def expand(self) -> Iterator[Endpoint]:
         """One endpoint per path."""
         for path in (self.path, *self.aliases):
             yield dataclasses.replace(self, path=path, aliases=())
 
 
-def post(path: str, handler: Handler, tag: str, doc: str, response: Any = None, **options: Any) -> Endpoint:
+def post(path: str, handler: Handler, tag: str, response: Any = None, **options: Any) -> Endpoint:
     """An endpoint for POST."""
-    return Endpoint(path, handler, tag, doc, response, methods=("POST",), **options)
+    return Endpoint(path, handler, tag, response, methods=("POST",), **options)
