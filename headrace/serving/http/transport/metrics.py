@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -21,6 +21,9 @@ from headrace.service.client.outputs import ChoiceDelta, ReplicaStatus
 # upper bounds of histogram buckets: seconds, and tokens
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+Names = Mapping[str, tuple[str, str]]
+"""Name and doc of a metric by the field of the statistics that it shows."""
 
 GAUGES = {
     "num_running": ("num_requests_running", "Requests being computed."),
@@ -71,8 +74,24 @@ TIER_COUNTERS = {
     "late_total": ("late_requests", "Requests that computed because copies from it took too long."),
 }
 
-STORAGE_COUNTERS = TIER_COUNTERS.keys() - {"evicted_pages_total"}
+STORAGE_COUNTERS = {name: about for name, about in TIER_COUNTERS.items() if name != "evicted_pages_total"}
 """Metrics of tiers that storage has too; it does not report what it holds."""
+
+HOT_SLOT_COUNTERS = {
+    "wanted_entries_total": ("wanted_entries", "KV entries in host memory that layers of decodes wanted."),
+    "loaded_entries_total": ("loaded_entries", "Those that had to be copied to the device."),
+}
+TRANSFER_COUNTERS = {
+    **{
+        f"{what}_requests_total": (f"{what}_requests", f"Requests whose pages were {what}, to or by another engine.")
+        for what in ("sent", "received", "lost")
+    },
+    **{f"{what}_pages_total": (f"{what}_pages", f"KV pages {what}.") for what in ("sent", "received")},
+}
+EXPERT_GAUGES = {
+    "balancedness": ("expert_balancedness", "Mean load of ranks with experts over the largest, when last looked at."),
+}
+EXPERT_COUNTERS = {"num_moved": ("experts_moved", "Experts that were moved to another place.")}
 
 ADAPTER_GAUGES = {
     "num_loaded": ("adapters_loaded", "Adapters that requests may name."),
@@ -94,24 +113,32 @@ class EngineCollector(Collector):
         self.replicas: list[ReplicaStatus] = [ReplicaStatus(0, "starting", EngineStats())]
 
     def collect(self) -> Iterable[Metric]:
-        for name, (metric, doc) in GAUGES.items():
-            yield GaugeMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
-        num_pages = self.stats.num_pages or 1
-        used, evictable = self.stats.num_used_pages / num_pages, self.stats.num_evictable_pages / num_pages
-        yield GaugeMetricFamily(
-            "headrace_kv_cache_usage_ratio", "Share of the KV pages that running requests hold.", value=used
+        stats, num_pages = self.stats, self.stats.num_pages or 1
+        yield from _counts("", stats, GAUGES, COUNTERS)
+        yield _gauge(
+            "kv_cache_usage_ratio", "Share of the KV pages that running requests hold.",
+            stats.num_used_pages / num_pages
         )
-        yield GaugeMetricFamily(
-            "headrace_kv_cache_evictable_ratio", "Share of the KV pages that only the prefix cache holds.",
-            value=evictable
+        yield _gauge(
+            "kv_cache_evictable_ratio", "Share of the KV pages that only the prefix cache holds.",
+            stats.num_evictable_pages / num_pages
         )
-        for name, (metric, doc) in COUNTERS.items():
-            yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
-        yield from self._collect_speculation()
-        yield from self._collect_experts()
-        yield from self._collect_tiers()
-        yield from self._collect_hot_slots()
-        yield from self._collect_transfers()
+        yield from _counts("spec_decode_", stats.speculation, {}, SPECULATION_COUNTERS)
+        yield _by_label(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens that were right, by position in the draft.",
+            "position", stats.speculation.num_accepted_tokens_per_position
+        )
+        yield _by_label(
+            "expert_tokens", "Choices of experts that a rank has computed in the windows looked at.", "rank",
+            stats.experts.tokens_by_rank
+        )
+        yield from _counts("", stats.experts, EXPERT_GAUGES, EXPERT_COUNTERS)
+        yield from _counts("host_cache_", stats.tiers.host, TIER_GAUGES, TIER_COUNTERS, about="Host memory: ")
+        yield from _counts(
+            "storage_cache_", stats.tiers.storage, {}, STORAGE_COUNTERS, about="Disk and remote stores: "
+        )
+        yield from _counts("hot_slots_", stats.tiers.hot_slots, {}, HOT_SLOT_COUNTERS)
+        yield from _counts("transfer_", stats.tiers.peers, {}, TRANSFER_COUNTERS)
         yield from self._collect_adapters()
         yield from self._collect_replicas()
 
@@ -132,27 +159,10 @@ class EngineCollector(Collector):
                 family.add_metric((str(replica.index),), getattr(replica.stats, name))
             yield family
 
-    def _collect_speculation(self) -> Iterable[Metric]:
-        stats = self.stats.speculation
-        for name, (metric, doc) in SPECULATION_COUNTERS.items():
-            yield CounterMetricFamily(f"headrace_spec_decode_{metric}", doc, value=getattr(stats, name))
-        by_position = CounterMetricFamily(
-            "headrace_spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that were right, by position in the draft.", labels=("position",)
-        )
-        for position, count in enumerate(stats.num_accepted_tokens_per_position):
-            by_position.add_metric((str(position),), count)
-        yield by_position
-
     def _collect_adapters(self) -> Iterable[Metric]:
         stats = self.stats.adapters
-        for name, (metric, doc) in ADAPTER_GAUGES.items():
-            yield GaugeMetricFamily(f"headrace_lora_{metric}", doc, value=getattr(stats, name))
-        yield GaugeMetricFamily(
-            "headrace_lora_pool_slots", "Adapters that the device has room for.", value=self.num_adapter_slots
-        )
-        for name, (metric, doc) in ADAPTER_COUNTERS.items():
-            yield CounterMetricFamily(f"headrace_lora_{metric}", doc, value=getattr(stats, name))
+        yield from _counts("lora_", stats, ADAPTER_GAUGES, ADAPTER_COUNTERS)
+        yield _gauge("lora_pool_slots", "Adapters that the device has room for.", self.num_adapter_slots)
         # as vLLM: names in labels, the time as value
         info = GaugeMetricFamily(
             "headrace_lora_requests_info", "Adapters with running and with waiting requests; the value is the time.",
@@ -169,53 +179,25 @@ class EngineCollector(Collector):
                 by_adapter.add_metric((adapter, state), count)
         yield by_adapter
 
-    def _collect_tiers(self) -> Iterable[Metric]:
-        for name, (metric, doc) in {**TIER_GAUGES, **TIER_COUNTERS}.items():
-            kind, tiers = GaugeMetricFamily if name in TIER_GAUGES else CounterMetricFamily, self.stats.tiers
-            yield kind(f"headrace_host_cache_{metric}", f"Host memory: {doc}", value=getattr(tiers.host, name))
-            if name in STORAGE_COUNTERS:
-                value = getattr(tiers.storage, name)
-                yield kind(f"headrace_storage_cache_{metric}", f"Disk and remote stores: {doc}", value=value)
 
-    def _collect_hot_slots(self) -> Iterable[Metric]:
-        stats = self.stats.tiers.hot_slots
-        yield CounterMetricFamily(
-            "headrace_hot_slots_wanted_entries", "KV entries in host memory that layers of decodes wanted.",
-            value=stats.wanted_entries_total
-        )
-        yield CounterMetricFamily(
-            "headrace_hot_slots_loaded_entries", "Those that had to be copied to the device.",
-            value=stats.loaded_entries_total
-        )
+def _gauge(name: str, doc: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"headrace_{name}", doc, value=value)
 
-    def _collect_transfers(self) -> Iterable[Metric]:
-        peers = self.stats.tiers.peers
-        for name in ("sent", "received", "lost"):
-            value = getattr(peers, f"{name}_requests_total")
-            yield CounterMetricFamily(
-                f"headrace_transfer_{name}_requests", f"Requests whose pages were {name}, to or by another engine.",
-                value=value
-            )
-        for name in ("sent", "received"):
-            value = getattr(peers, f"{name}_pages_total")
-            yield CounterMetricFamily(f"headrace_transfer_{name}_pages", f"KV pages {name}.", value=value)
 
-    def _collect_experts(self) -> Iterable[Metric]:
-        stats = self.stats.experts
-        by_rank = CounterMetricFamily(
-            "headrace_expert_tokens", "Choices of experts that a rank has computed in the windows looked at.",
-            labels=("rank",)
-        )
-        for rank, count in enumerate(stats.tokens_by_rank):
-            by_rank.add_metric((str(rank),), count)
-        yield by_rank
-        yield GaugeMetricFamily(
-            "headrace_expert_balancedness", "Mean load of ranks with experts over the largest, when last looked at.",
-            value=stats.balancedness
-        )
-        yield CounterMetricFamily(
-            "headrace_experts_moved", "Experts that were moved to another place.", value=stats.num_moved
-        )
+def _counts(prefix: str, stats: object, gauges: Names, counters: Names, *, about: str = "") -> Iterator[Metric]:
+    """Fields of ``stats`` as metrics, whose docs begin with ``about``."""
+    for name, (metric, doc) in gauges.items():
+        yield _gauge(prefix + metric, about + doc, getattr(stats, name))
+    for name, (metric, doc) in counters.items():
+        yield CounterMetricFamily(f"headrace_{prefix}{metric}", about + doc, value=getattr(stats, name))
+
+
+def _by_label(name: str, doc: str, label: str, counts: Iterable[float]) -> Metric:
+    """A counter for each index of ``counts``."""
+    family = CounterMetricFamily(f"headrace_{name}", doc, labels=(label,))
+    for index, count in enumerate(counts):
+        family.add_metric((str(index),), count)
+    return family
 
 
 class LoopHistogram(Collector):
