@@ -55,8 +55,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 """A small body of each route that takes one, by path."""
 
-_WITHOUT_EFFECT = "Accepted without effect."
-_FROM_EARLIER = "Of a message that a server returned; accepted without effect."
+_WITHOUT_EFFECT = (
+    "disable_fallback defer_loading allowed_callers output_schema lora_int_id include_obfuscation user metadata "
+    "service_tier safety_identifier prompt_cache_key log_metrics prompt_cache_retention prompt_cache_options "
+    "client_metadata generate_summary ReasoningOptions.context no_logs verbosity keep_alive verbose cache_control "
+    "abort_message summary keep eager_input_streaming input_examples caller media_type InputAudio.format num_keep "
+    "num_batch num_gpu main_gpu num_thread numa use_mmap use_mlock low_vram"
+)
+_FROM_EARLIER = (
+    "refusal annotations audio function_call status phase encrypted_content citations signature InputPart.logprobs"
+)
 FIELDS = {
     # sampling
     "temperature": "0 always takes the most likely token; higher values sample more evenly.",
@@ -92,19 +100,12 @@ FIELDS = {
     "triggers": "Texts that start a structured part.",
     "response_format": "The output's form: text, a JSON object, a JSON schema or structural tags.",
     "structured_outputs": "The output's form, as vLLM's clients give it.",
-    "guided_json": "Another name of `json_schema`.",
-    "guided_regex": "Another name of `regex`.",
-    "guided_choice": "Another name of `choice`.",
-    "guided_grammar": "Another name of `ebnf`.",
-    "disable_fallback": _WITHOUT_EFFECT,
     "schema": "The JSON schema.",
     "format": "The output's form: JSON, or a JSON schema.",
     "strict": "Enforce the JSON schema.",
     "namespace": "The namespace of the function.",
-    "defer_loading": _WITHOUT_EFFECT, "allowed_callers": _WITHOUT_EFFECT, "output_schema": _WITHOUT_EFFECT,
     # stopping
     "max_tokens": "The longest output, in tokens.",
-    "max_completion_tokens": "Another name of `max_tokens`.",
     "max_output_tokens": "The longest output, in tokens; reasoning counts.",
     "max_new_tokens": "The longest output, in tokens.",
     "min_tokens": "The output does not end before so many tokens.",
@@ -115,17 +116,14 @@ FIELDS = {
     "stop_token_ids": "Tokens that end the output.",
     "ignore_eos": "Do not end at the model's end token.",
     "include_stop_str_in_output": "Keep the stop text in the output.",
-    "no_stop_trim": "Another name of `include_stop_str_in_output`.",
     "skip_special_tokens": "Leave special tokens out of the text; true by default.",
     "spaces_between_special_tokens": "Put blanks between special tokens.",
-    "sampling_seed": "Another name of `seed`.",
     "deadline_s": "Seconds from arrival after which the request fails with 504.",
     # identity and scheduling
     "model": "The served model's name, or that of an adapter, also as `base:adapter`; may be left out.",
     "lora_path": "The name of the LoRA adapter to use; elsewhere it is given as the model.",
     "LoadAdapterRequest.lora_path": "Folder or GGUF file of the adapter, inside `--lora-folders`.",
     "lora_name": "The adapter's name, by which requests choose it as their model.",
-    "lora_int_id": _WITHOUT_EFFECT,
     "load_inplace": "Replace a loaded adapter of this name; running requests end with the old one.",
     "pinned": "Keep the adapter on the device.",
     "LoadTensorsRequest.tensors": "Content of adapter_model.safetensors, in base64.",
@@ -134,20 +132,11 @@ FIELDS = {
     "stream_options": "What streams tell besides.",
     "include_usage": "Send token counts in a last chunk.",
     "continuous_usage_stats": "Send token counts in every chunk.",
-    "include_obfuscation": _WITHOUT_EFFECT,
-    "user": _WITHOUT_EFFECT, "metadata": _WITHOUT_EFFECT, "service_tier": _WITHOUT_EFFECT,
-    "safety_identifier": _WITHOUT_EFFECT, "prompt_cache_key": _WITHOUT_EFFECT, "log_metrics": _WITHOUT_EFFECT,
-    "prompt_cache_retention": _WITHOUT_EFFECT, "prompt_cache_options": _WITHOUT_EFFECT,
-    "client_metadata": _WITHOUT_EFFECT, "generate_summary": _WITHOUT_EFFECT,
-    "ReasoningOptions.context": _WITHOUT_EFFECT,
-    "no_logs": _WITHOUT_EFFECT, "verbosity": _WITHOUT_EFFECT,
-    "keep_alive": _WITHOUT_EFFECT, "verbose": _WITHOUT_EFFECT, "cache_control": _WITHOUT_EFFECT,
     "store": "Keep the response for later requests, at `/v1/responses`; elsewhere without effect.",
     "request_id": "The request's id, for logs and `/abort_request`.",
     "rid": "The request's id, for logs and `/abort_request`.",
     "priority": "Higher values are served first, where the server schedules by priority.",
     "cache_salt": "Requests with different salts share no cached prefix.",
-    "extra_key": "Another name of `cache_salt`.",
     "bootstrap_host": "Set by routers: the host of the prefill server's transfer agent.",
     "bootstrap_port": "Set by routers: the port of the prefill server's transfer agent; 8998 by default.",
     "bootstrap_room": "Set by routers: a number that names the exchange of KV pages on both servers.",
@@ -158,7 +147,6 @@ FIELDS = {
     "remote_host": "As in the prefill server's response.",
     "remote_port": "As in the prefill server's response.",
     "abort_all": "Abort all running requests.",
-    "abort_message": _WITHOUT_EFFECT,
     # what the response shows
     "logprobs": "Show log probabilities of the output's tokens.",
     "top_logprobs": "Show so many of the most likely tokens at each position.",
@@ -221,19 +209,15 @@ FIELDS = {
     "think": "Reason before the answer, or how long.",
     "reasoning": "How long to reason.",
     "effort": "How long to reason.",
-    "summary": _WITHOUT_EFFECT,
     "separate_reasoning": "Return reasoning apart from the answer; true by default.",
     "stream_reasoning": "Stream reasoning as it is written; false: when it is over.",
     "include_reasoning": "Return the reasoning.",
     "thinking_budget": "The longest reasoning, in tokens.",
-    "thinking_token_budget": "Another name of `thinking_budget`.",
-    "max_thinking_tokens": "Another name of `thinking_budget`.",
     "budget_tokens": "The longest reasoning, in tokens.",
     "display": "`omitted` leaves the reasoning out of the response.",
     "output_config": "How long to reason, and the output's form.",
     "context_management": "Edits of the conversation; only clearing of reasoning is supported.",
     "edits": "Edits of the conversation.",
-    "keep": _WITHOUT_EFFECT,
     "thread": "Refused, so that clients send the whole conversation.",
     # tools
     "tools": "Functions that the model may call.",
@@ -260,7 +244,6 @@ FIELDS = {
     "tool_name": "The tool that this message is the result of.",
     "call_id": "The call's id.",
     "is_error": "The tool failed.",
-    "eager_input_streaming": _WITHOUT_EFFECT, "input_examples": _WITHOUT_EFFECT, "caller": _WITHOUT_EFFECT,
     # messages
     "role": "Who wrote it.",
     "content": "What was written: text, or parts.",
@@ -274,9 +257,6 @@ FIELDS = {
     "ToolUseBlock.input": "The arguments.",
     "InputItem.summary": "The reasoning's summary, used where there is no `content`.",
     "output": "The call's result.",
-    "refusal": _FROM_EARLIER, "annotations": _FROM_EARLIER, "audio": _FROM_EARLIER, "function_call": _FROM_EARLIER,
-    "status": _FROM_EARLIER, "phase": _FROM_EARLIER, "encrypted_content": _FROM_EARLIER, "citations": _FROM_EARLIER,
-    "signature": _FROM_EARLIER, "InputPart.logprobs": _FROM_EARLIER,
     "RefusalPart.refusal": "The refusal, taken as text.",
     "ChatMessage.refusal": "The refusal, taken as text where there is no `content`.",
     "images": "Images as base64.",
@@ -291,8 +271,6 @@ FIELDS = {
     "detail": "`low` shrinks the image to 512 pixels first; other values have no effect.",
     "source": "Where the image comes from.",
     "data": "The content, as base64.",
-    "media_type": _WITHOUT_EFFECT,
-    "InputAudio.format": _WITHOUT_EFFECT,
     "file_id": "Refused: files are not stored.",
     # embeddings and scores
     "dimensions": "Keep the first so many values of each embedding, at unit length.",
@@ -300,7 +278,6 @@ FIELDS = {
     "use_activation": "False returns raw logits.",
     "activation": "Older name of `use_activation`.",
     "query": "What the documents or items are compared with.",
-    "queries": "Another name of `text_1`.",
     "documents": "The texts to compare with the query.",
     "items": "Texts that follow the query, each scored by itself.",
     "text_1": "The first text of each pair.",
@@ -317,10 +294,14 @@ FIELDS = {
     "num_predict": "The longest output, in tokens; 0 or less: no limit.",
     "num_ctx": "Must fit the server's context.",
     "repeat_penalty": "Above 1 makes tokens of prompt and output less likely.",
-    **dict.fromkeys(
-        ("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "low_vram"),
-        _WITHOUT_EFFECT
-    ),
+    **dict.fromkeys(_WITHOUT_EFFECT.split(), "Accepted without effect."),
+    **dict.fromkeys(_FROM_EARLIER.split(), "Of a message that a server returned; accepted without effect."),
+    **{name: f"Another name of `{other}`." for name, other in {
+        "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf",
+        "max_completion_tokens": "max_tokens", "no_stop_trim": "include_stop_str_in_output",
+        "sampling_seed": "seed", "extra_key": "cache_salt", "thinking_token_budget": "thinking_budget",
+        "max_thinking_tokens": "thinking_budget", "queries": "text_1",
+    }.items()},
 }
 """What a field of a request does, as Markdown: by its name, or by ``Record.name`` where it means another thing."""
 
