@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.serving.http.transport.endpoint import read_body
-from headrace.serving.http.transport.errors import end_of_stream, respond_error
+from headrace.serving.http.transport.errors import end_of_stream, path_of, respond_error
 from headrace.serving.ray.engine import Forwarded, Head
 from headrace.serving.router.prompt_view import view_prompt
 
@@ -44,7 +44,7 @@ class Gateway:
             await respond_error(error, scope)(scope, receive, send)
             return
         request = msgspec.msgpack.encode(Forwarded(
-            scope["method"], _path_below_root(scope), scope.get("query_string", b""),
+            scope["method"], path_of(scope), scope.get("query_string", b""),
             [(bytes(name), bytes(value)) for name, value in scope["headers"]], body,
             tuple(scope.get("client") or ("", 0)),
         ))
@@ -63,11 +63,6 @@ class Gateway:
                 if not num_left or sender.head is not None:
                     await sender.fail(scope, receive)
                     return
-
-
-def _path_below_root(scope: Scope) -> str:
-    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _lost_errors() -> tuple[type[Exception], ...]:

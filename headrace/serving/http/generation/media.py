@@ -19,6 +19,7 @@ from headrace.serving.http.protocol.media import (
     ContentPart,
     ImagePart,
     ImageUrl,
+    InputAudio,
     MediaData,
     MediaFields,
     MediaPart,
@@ -32,19 +33,22 @@ from headrace.serving.http.protocol.openai import ChatMessage, CompletionRequest
 from headrace.serving.http.transport.threads import while_connected
 from headrace.serving.media.intake import MediaRef
 
-KINDS: dict[type, MediaKind] = {
-    ImagePart: "image", PlacedImage: "image", AudioPart: "audio", AudioUrlPart: "audio", VideoPart: "video"
+MEDIA: dict[type, tuple[MediaKind, str]] = {
+    ImagePart: ("image", "image_url"), PlacedImage: ("image", "image_url"), AudioPart: ("audio", "input_audio"),
+    AudioUrlPart: ("audio", "audio_url"), VideoPart: ("video", "video_url"),
 }
+"""The kind of each part that holds media, and the field that holds it."""
 
 
 def template_content(content: str | list[ContentPart] | None) -> str | list[dict[str, str]]:
     """A message's content for chat templates: texts joined by newlines, or with media a list of parts."""
     if not isinstance(content, list):
         return content or ""
-    if not any(type(part) in KINDS for part in content):
+    if not any(type(part) in MEDIA for part in content):
         return "\n".join(part.text for part in content if isinstance(part, TextPart | RefusalPart))
     return [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart | RefusalPart) else {"type": KINDS[type(part)]}
+        {"type": "text", "text": part.text} if isinstance(part, TextPart | RefusalPart)
+        else {"type": MEDIA[type(part)][0]}
         for part in content
     ]
 
@@ -59,25 +63,14 @@ def media_of(messages: Sequence[ChatMessage]) -> list[MediaRef]:
 
 
 def _ref(part: MediaPart, where: str) -> MediaRef:
-    kind = KINDS[type(part)]
-    match part:
-        case PlacedImage(image_url=ImageUrl(url=url, detail=detail), param=param):
-            return MediaRef(kind, url, param, detail)
-        case PlacedImage(image_url=str() as url, param=param):
-            return MediaRef(kind, url, param)
-        case ImagePart(image_url=ImageUrl(url=url, detail=detail)):
-            return MediaRef(kind, url, f"{where}.image_url.url", detail)
-        case ImagePart(image_url=str() as url):
-            return MediaRef(kind, url, f"{where}.image_url")
-        case AudioPart():
-            return MediaRef(kind, _address(part.input_audio.data), f"{where}.input_audio.data")
-        case AudioUrlPart(audio_url=given):
-            field = "audio_url"
-        case VideoPart(video_url=given):
-            field = "video_url"
-    if isinstance(given, MediaUrl):
-        return MediaRef(kind, given.url, f"{where}.{field}.url")
-    return MediaRef(kind, given, f"{where}.{field}")
+    kind, field = MEDIA[type(part)]
+    given: InputAudio | ImageUrl | MediaUrl | str = getattr(part, field)
+    where = f"{where}.{field}"
+    if isinstance(given, InputAudio):
+        return MediaRef(kind, _address(given.data), f"{where}.data")
+    url, param = (given, where) if isinstance(given, str) else (given.url, f"{where}.url")
+    detail = given.detail if isinstance(given, ImageUrl) else None
+    return MediaRef(kind, url, part.param if isinstance(part, PlacedImage) else param, detail)
 
 
 def read_fields(fields: MediaFields | CompletionRequest, num_prompts: int, *, is_batch: bool) -> list[list[MediaRef]]:
