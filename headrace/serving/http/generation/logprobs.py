@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.base.step import TokenLogprobs
@@ -149,18 +149,6 @@ def _candidates(entry: TokenLogprobs, names: TokenNames) -> PromptLogprobsJson:
     return found
 
 
-def native_triples(entries: list[TokenLogprobs], names: TokenNames | None) -> list[LogprobTriple]:
-    """SGLang's ``[logprob, id, text]``; the text is null without ``names``."""
-    return [(_finite(e.logprob), e.token_id, names.text(e.token_id) if names else None) for e in entries]
-
-
-def native_top(entry: TokenLogprobs, names: TokenNames | None) -> list[LogprobTriple]:
-    """The most likely tokens of one position as triples."""
-    top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    return [(_finite(p), t, names.text(t) if names else None) for t, p in top]
-
-
-def native_named(entry: TokenLogprobs, ids: Sequence[int], names: TokenNames | None) -> list[LogprobTriple]:
-    """The tokens ``ids`` that the request names, as triples."""
-    named = zip(ids, entry.id_logprobs, strict=True)
-    return [(_finite(p), t, names.text(t) if names else None) for t, p in named]
+def native_triples(pairs: Iterable[tuple[int, float]], names: TokenNames | None) -> list[LogprobTriple]:
+    """SGLang's ``[logprob, id, text]`` of pairs of an id and its logprob; the text is null without ``names``."""
+    return [(_finite(logprob), token_id, names.text(token_id) if names else None) for token_id, logprob in pairs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, Collector, CompletionOutput, GenerationOutput
 from headrace.serving.http.generation.context import AppContext, read_request
 from headrace.serving.http.generation.exchange import note_rooms, telling_refusals, with_transfers
-from headrace.serving.http.generation.logprobs import TokenNames, native_named, native_top, native_triples
+from headrace.serving.http.generation.logprobs import TokenNames, native_triples
 from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import check_amount
 from headrace.serving.http.generation.run import Generation, GenerationRequest, PlainPrompt, collect_generation
@@ -195,7 +195,7 @@ class ResultWriter:
 
     def _add_logprobs(self, info: MetaInfo, output: GenerationOutput, choice: CompletionOutput) -> None:
         entries = choice.logprobs or []
-        info.output_token_logprobs = native_triples(entries, self._names)
+        info.output_token_logprobs = self._triples((e.token_id, e.logprob) for e in entries)
         start, ids = self._body.logprob_start_len, output.prompt_token_ids
         has_input = start is not None and start >= 0 and output.prompt_logprobs is not None
         given: Sequence[TokenLogprobs | None] = (output.prompt_logprobs or []) if has_input else []
@@ -203,21 +203,25 @@ class ResultWriter:
         padded = [*missing, *given] if has_input else []
         # `padded` is empty when no input logprobs were requested; then `kept` is, too.
         kept = list(zip(ids, padded, strict=False))[start or 0 :]
-        info.input_token_logprobs = [self._input(token_id, entry) for token_id, entry in kept]
+        info.input_token_logprobs = [
+            (None, i, self._names.text(i) if self._names else None) if e is None else self._triples([(i, e.logprob)])[0]
+            for i, e in kept
+        ]
         if self._body.top_logprobs_num:
-            info.output_top_logprobs = [native_top(e, self._names) for e in entries]
-            info.input_top_logprobs = [None if e is None else native_top(e, self._names) for _, e in kept]
+            info.output_top_logprobs = [self._top(e) for e in entries]
+            info.input_top_logprobs = [None if e is None else self._top(e) for _, e in kept]
         wanted = list(dict.fromkeys(self._body.token_ids_logprob or ()))
         if wanted:
-            info.output_token_ids_logprobs = [native_named(e, wanted, self._names) for e in entries]
+            info.output_token_ids_logprobs = [self._triples(zip(wanted, e.id_logprobs, strict=True)) for e in entries]
             info.input_token_ids_logprobs = [
-                None if e is None else native_named(e, wanted, self._names) for _, e in kept
+                None if e is None else self._triples(zip(wanted, e.id_logprobs, strict=True)) for _, e in kept
             ]
 
-    def _input(self, token_id: int, entry: TokenLogprobs | None) -> LogprobTriple:
-        if entry is None:
-            return None, token_id, self._names.text(token_id) if self._names else None
-        return native_triples([entry], self._names)[0]
+    def _top(self, entry: TokenLogprobs) -> list[LogprobTriple]:
+        return self._triples(zip(entry.top_ids, entry.top_logprobs, strict=True))
+
+    def _triples(self, pairs: Iterable[tuple[int, float]]) -> list[LogprobTriple]:
+        return native_triples(pairs, self._names)
 
 
 class NativeEvents(Events):
