@@ -9,7 +9,7 @@ import pytest
 from fake_apps import events_of, http_for
 from fake_client import FakeClient, expected_text
 
-from headrace.serving.http.routes.tokens import PIECE_BYTES
+from headrace.serving.http.routes.tokens import PIECE_IDS
 
 
 async def generate(http, **body):
@@ -213,7 +213,7 @@ async def test_tokens_there_and_back(http):
     bare = (await http.post("/tokenize", json={"text": "hé", "add_special_tokens": False})).json()["tokens"]
     assert (await http.post("/detokenize", json={"tokens": bare})).json() == {"prompt": "hé", "text": "hé"}
     assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": "", "text": ""}
-    many, text = [*bare, 34, 10] * (2 * PIECE_BYTES // 20), 'hé"\n' * (2 * PIECE_BYTES // 20)
+    many, text = [*bare, 34, 10] * PIECE_IDS, 'hé"\n' * PIECE_IDS
     assert (await http.post("/detokenize", json={"tokens": many})).json() == {"prompt": text, "text": text}
     chat = (await http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})).json()["tokens"]
     assert bytes(chat).decode() == "user: x\nassistant:"

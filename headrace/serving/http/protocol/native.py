@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import (
-    INT32,
     BootstrapHost,
     BootstrapPort,
     BootstrapRoom,
@@ -30,6 +29,7 @@ from headrace.serving.http.protocol.openai import ChatMessage, ChatTemplate, Tim
 from headrace.serving.http.protocol.tools import MAX_TOOLS, AnyTool
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default
+MAX_IDS = 1 << 24
 
 
 class NativeSampling(OutputFields, kw_only=True, forbid_unknown_fields=True):
@@ -120,9 +120,6 @@ class Generated(Struct):
 
 # `Raw` fields are copied as JSON text: a million ids as Python objects would block the event loop and fill memory. The
 # schemas tell the OpenAPI document what the text contains.
-TokenIdsJson = Annotated[
-    Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})
-]
 IdsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": ["integer", "array"]}})]
 TextsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": ["string", "array"]}})]
 TextJson = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
@@ -161,9 +158,9 @@ class RenderedPrompt(Struct):
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Token ids to decode. ``tokens`` stays JSON here: it is decoded in pieces."""
+    """Token ids to decode."""
 
-    tokens: TokenIdsJson
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
     model: ModelName | None = None
     skip_special_tokens: bool | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import cast
 
@@ -18,7 +17,6 @@ from headrace.serving.http.generation.context import compute, context_of, read_r
 from headrace.serving.http.generation.conversation import render_conversation, render_size
 from headrace.serving.http.generation.media import media_of, prepare_media
 from headrace.serving.http.generation.pooling import check_amount
-from headrace.serving.http.protocol.fields import TokenId
 from headrace.serving.http.protocol.native import (
     Detokenized,
     DetokenizeRequest,
@@ -30,15 +28,14 @@ from headrace.serving.http.protocol.native import (
 from headrace.serving.http.protocol.openai import ChatRequest
 from headrace.serving.http.transport.endpoint import Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
+from headrace.serving.http.transport.pieces import TokenIds
 
 TOKENIZE_BODY = JsonBody(TokenizeRequest)
 DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
 TEMPLATE_BODY = JsonBody(ChatRequest)
 
-PIECE_BYTES = 1 << 18
-"""Bytes of JSON decoded at a time. Each piece holds the GIL for a millisecond or two."""
-_IDS = msgspec.json.Decoder(list[TokenId])
-_INDEX = re.compile(r" - at `\$\[(?P<index>\d+)\]`$")
+PIECE_IDS = 1 << 15
+"""Ids decoded at a time. Each piece holds the GIL for a millisecond or two."""
 
 
 async def tokenize(request: Request) -> JsonResponse:
@@ -128,47 +125,27 @@ async def detokenize(request: Request) -> JsonResponse:
     tokenizer = context.tokenizer()
     context.check_model(body.model)
     text = await compute(request, lambda: _detokenize(
-        tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens)
+        tokenizer, body.tokens, skips_special=bool(body.skip_special_tokens)
     ))
     return JsonResponse(Detokenized(text, text))
 
 
-def _detokenize(tokenizer: Tokenizer, tokens: bytes, *, skips_special: bool) -> msgspec.Raw:
-    """The text of a JSON list of ids, as JSON; decoded and encoded piece by piece."""
-    texts = tokenizer.decode_pieces(_read_ids(tokens, tokenizer.vocab_size), skip_special_tokens=skips_special)
+def _detokenize(tokenizer: Tokenizer, tokens: TokenIds, *, skips_special: bool) -> msgspec.Raw:
+    """The text of ids, as JSON; decoded and encoded piece by piece."""
+    texts = tokenizer.decode_pieces(_divide(tokens, tokenizer.vocab_size), skip_special_tokens=skips_special)
     return msgspec.Raw(b'"' + b"".join(msgspec.json.encode(text)[1:-1] for text in texts) + b'"')
 
 
-def _read_ids(tokens: bytes, vocab_size: int) -> Iterator[list[int]]:
-    """The ids of a JSON list, some ten thousand at a time."""
-    begin, count = 0, 0
-    while begin < len(tokens):
-        # Split at commas without parsing; a comma inside anything but a flat list of numbers makes the piece invalid.
-        comma = tokens.find(b",", begin + PIECE_BYTES) if tokens.startswith(b"[") else -1
-        end = comma if comma >= 0 else len(tokens)
-        piece = (b"[" if begin else b"") + tokens[begin:end] + (b"]" if comma >= 0 else b"")
-        try:
-            ids = _IDS.decode(piece)
-        except msgspec.ValidationError as error:
-            raise _explain(error, count) from None
-        except msgspec.DecodeError:  # the comma was inside something that is no number
-            raise RequestError("tokens must be a list of token ids", param="tokens") from None
-        largest = max(ids, default=0)
+def _divide(tokens: TokenIds, vocab_size: int) -> Iterator[list[int]]:
+    """The ids, `PIECE_IDS` at a time. Raises `RequestError` for one that the tokenizer does not have."""
+    for begin in range(0, len(tokens), PIECE_IDS):
+        ids = list(tokens[begin : begin + PIECE_IDS])
+        largest = max(ids)
         if largest >= vocab_size:
             raise RequestError(
                 f"tokens must be below the vocabulary's size {vocab_size}, got {largest}", param="tokens"
             )
         yield ids
-        # past the comma
-        begin, count = end + 1, count + len(ids)
-
-
-def _explain(error: msgspec.ValidationError, num_before: int) -> RequestError:
-    """The error of one id after ``num_before`` others, or of the list."""
-    text = str(error).replace("Expected", "expected")
-    found = _INDEX.search(text)
-    name = f"tokens[{num_before + int(found['index'])}]" if found else "tokens"
-    return RequestError(f"{name}: {text[: found.start() if found else None].replace('`', '')}", param=name)
 
 
 async def apply_template(request: Request) -> JsonResponse:
