@@ -23,13 +23,6 @@ class AbortResponse(Struct):
     aborted: int
 
 
-class FlushResponse(Struct):
-    """Whether the prefix cache is empty."""
-
-    success: bool
-    message: str
-
-
 class ReplicaInfo(Struct):
     """One replica: its state, process, restarts within ten minutes, device and counters."""
 

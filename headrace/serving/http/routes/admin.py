@@ -66,7 +66,7 @@ async def flush_cache(request: Request) -> JsonResponse:
     context.check_available()
     is_empty = await context.client.reset_prefix_cache()
     message = "the prefix cache is empty" if is_empty else "running requests hold pages; retry when they have finished"
-    return JsonResponse(wire.FlushResponse(is_empty, message), 200 if is_empty else 400)
+    return JsonResponse(wire.AdminResponse(is_empty, message), 200 if is_empty else 400)
 
 
 async def pause_generation(request: Request) -> JsonResponse:
@@ -262,7 +262,7 @@ SLEEP_QUERY: Query = {"level": LEVEL, "mode": {"type": "string", "enum": list(SL
 PAUSE_QUERY: Query = {"mode": {"type": "string", "enum": list(PAUSE_MODES)}}
 ENDPOINTS = (
     Endpoint(
-        "/flush_cache", flush_cache, "admin", wire.FlushResponse, methods=("GET", "POST"), errors=(400, *ADMIN_ERRORS),
+        "/flush_cache", flush_cache, "admin", wire.AdminResponse, methods=("GET", "POST"), errors=(400, *ADMIN_ERRORS),
         is_admin=True, aliases=("/reset_prefix_cache",)
     ),
     _admin("/pause_generation", pause_generation, errors=(400, 413, 408, *ADMIN_ERRORS)),
