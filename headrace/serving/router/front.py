@@ -66,7 +66,7 @@ class RouterFront:
         scope = request.scope
         if self._proxies is not None:
             run_at_once(self._proxies(cast("Any", scope), cast("Any", _receive_nothing), cast("Any", _send_nothing)))
-        request.entry = LedgerEntry(self._metrics, self._routes, scope, has_log=self._has_log)
+        request.entry = LedgerEntry(self._metrics, self._routes, scope, request.given, has_log=self._has_log)
         if self._cors is not None and _is_preflight(scope):
             request.respond(self._cors.preflight_response(request_headers=Headers(scope=scope)))
             return

@@ -9,7 +9,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
@@ -332,15 +332,18 @@ def _warning(names: list[str]) -> bytes:
 
 
 class LedgerEntry:
-    """One request in the count of requests, from its head to its end. Logs a line if ``has_log``."""
+    """One request in the count of requests, from its head to its end. ``given``: the first header of each name. Logs a
+    line if ``has_log``."""
 
     __slots__ = ("_begin", "_has_log", "_is_anthropic", "_metrics", "_routes", "_scope", "_state", "status")
 
-    def __init__(self, metrics: HttpMetrics, routes: frozenset[str], scope: Scope, *, has_log: bool):
+    def __init__(
+        self, metrics: HttpMetrics, routes: frozenset[str], scope: Scope, given: Mapping[bytes, bytes], *,
+        has_log: bool
+    ):
         self._metrics, self._routes, self._scope, self._has_log = metrics, routes, scope, has_log
         self.status, self._begin = 500, time.perf_counter()  # 500 if there is no response
         self._state = scope.setdefault("state", {})
-        given = dict(reversed([*scope["headers"]]))  # the first of each name
         self._is_anthropic = b"anthropic-version" in given
         self._state["request_id"] = read_request_id(given.get(b"x-request-id", b"").decode("latin-1"))
         metrics.num_active += 1
@@ -380,7 +383,8 @@ class RequestLedger:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        entry = LedgerEntry(self._metrics, self._routes, scope, has_log=self._has_log)
+        given = dict(reversed([*scope["headers"]]))
+        entry = LedgerEntry(self._metrics, self._routes, scope, given, has_log=self._has_log)
 
         async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -211,25 +211,56 @@ class HalfClosed:
         self._timer = self._loop.call_later(CHECK_S, self._check)
 
 
+class MessageBounds:
+    """Counts what httptools' parser keeps of a request, however long that is: its head, and of its body what is no
+    content, such as an endless trailer; at most `MAX_HEAD_BYTES` of either. Also removes ``Upgrade`` from a head that
+    comes in one piece: the parser drops the body of such requests, and Java's HTTP client offers HTTP/2 with each."""
+
+    __slots__ = ("_num_bare", "is_in_head", "num_head_bytes")
+
+    def __init__(self) -> None:
+        self.is_in_head = True
+        self.num_head_bytes = self._num_bare = 0
+
+    def admit(self, data: bytes) -> bytes | None:
+        """What the parser gets of ``data``; None if it has the end of a head that is too long."""
+        if not self.is_in_head:
+            self._num_bare += len(data)
+            return data
+        end = data.find(END_OF_HEAD)  # -1 while the head is incomplete, which `is_exceeded` counts after the parser
+        if self.num_head_bytes + end > MAX_HEAD_BYTES:
+            return None
+        # Only when the whole head is in this piece: a line may be split between two pieces.
+        if end > 0 and not self.num_head_bytes and b"\r\nupgrade:" in data[:end].lower():
+            data = UPGRADE.sub(b"", data[:end]) + data[end:]
+        self.num_head_bytes += len(data)
+        return data
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the parser, which has got all that was admitted, keeps too much."""
+        return (self.num_head_bytes if self.is_in_head else self._num_bare) > MAX_HEAD_BYTES
+
+    def note_content(self) -> None:
+        """The parser has found content of a body, or the end of a head."""
+        self.is_in_head, self._num_bare = False, 0
+
+    def note_end(self) -> None:
+        """The request is complete."""
+        self.is_in_head, self.num_head_bytes = True, 0
+
+
 class BoundedHttp(HttpToolsProtocol):
-    """Closes connections whose request line and headers exceed `MAX_HEAD_BYTES` or take longer than `HEAD_TIMEOUT_S`,
-    and those with as many bytes of a body that are none of its content, as endless trailers, which would be kept. Drops
-    body bytes that arrive after an early response. Answers the last requests of a client that has shut down its
-    side.
+    """Closes connections that exceed `MessageBounds`, or whose head takes longer than `HEAD_TIMEOUT_S`. Drops body
+    bytes that arrive after an early response. Answers the last requests of a client that has shut down its side."""
 
-    Removes ``Upgrade`` from a head that arrives in one piece: the parser drops the body of such requests, and Java's
-    HTTP client offers HTTP/2 with every request.
-    """
-
-    _is_in_head = True
     _is_dropping = False
-    _num_head_bytes = 0
     _num_dropped = 0
-    _num_frame_bytes = 0  # came since the latest content of a body
     _timer: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
 
     def connection_made(self, transport: Any) -> None:
+        self._bounds = MessageBounds()
         writer = LingeringWriter(transport, self._drop_rest)
         super().connection_made(cast("asyncio.Transport", writer))  # it delegates what it does not define
         self._start_head_timer()
@@ -242,7 +273,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes always
         """Keep the connection until the complete requests that came are answered; close it if there are none."""
-        if not self._is_in_head or self.cycle is None or self.cycle.response_complete:
+        if not self._bounds.is_in_head or self.cycle is None or self.cycle.response_complete:
             cast("LingeringWriter", self.transport).flush()  # or a response of this turn would be lost
             return False
         self._cancel_timer()
@@ -254,36 +285,28 @@ class BoundedHttp(HttpToolsProtocol):
         return not self.pipeline and not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
 
     def data_received(self, data: bytes) -> None:
+        bounds = self._bounds
         if self._is_dropping:
             self._num_dropped += len(data)
             if self._num_dropped > MAX_REST_BYTES:
                 self.transport.abort()
             if self.transport.is_closing():
                 return
-        elif self._is_in_head:
-            # Checked before the parser, which would buffer a head of any size.
-            end = data.find(END_OF_HEAD)
-            # -1 while the head is incomplete; its size is then checked after the parser.
-            if self._num_head_bytes + end > MAX_HEAD_BYTES:
+        else:
+            admitted = bounds.admit(data)
+            if admitted is None:
                 self._refuse()
                 return
-            # Only when the whole head is in this piece: a header line may be split between two pieces.
-            if end > 0 and not self._num_head_bytes:
-                data = UPGRADE.sub(b"", data[:end]) + data[end:]
-            self._num_head_bytes += len(data)
-        else:
-            self._num_frame_bytes += len(data)
+            data = admitted
         super().data_received(data)
-        if not self._is_in_head and self._num_frame_bytes > MAX_HEAD_BYTES:
-            self.transport.abort()
-        elif self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refuse()
+        if bounds.is_exceeded:
+            self._refuse() if bounds.is_in_head else self.transport.abort()
         # First bytes of a later request on a kept connection. Between requests uvicorn's keep-alive timer runs.
-        elif self._is_in_head and self._num_head_bytes and self._timer is None:
+        elif bounds.is_in_head and bounds.num_head_bytes and self._timer is None:
             self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        self._is_in_head, self._num_frame_bytes = False, 0
+        self._bounds.note_content()
         self._cancel_timer()
         super().on_headers_complete()
         # False when uvicorn made no cycle for this head.
@@ -294,11 +317,11 @@ class BoundedHttp(HttpToolsProtocol):
                 self.cycle.send = UnframedResponse(self.cycle).send  # type: ignore[method-assign,assignment]
 
     def on_body(self, body: bytes) -> None:
-        self._num_frame_bytes = 0
+        self._bounds.note_content()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._bounds.note_end()
         if self._is_dropping:
             self._is_dropping = False
             self._cancel_timer()
@@ -329,7 +352,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _drop_rest(self) -> bool:
         """Start to drop the rest of the body; returns False if the body has arrived completely. `LingeringWriter` calls
         this to decide whether to linger."""
-        if self._is_in_head:
+        if self._bounds.is_in_head:
             return False
         if not self._is_dropping:
             self._is_dropping, self._num_dropped = True, 0
@@ -339,7 +362,7 @@ class BoundedHttp(HttpToolsProtocol):
         return True
 
     def _refuse(self) -> None:
-        self._is_in_head = False  # so that `close` lingers, and `data_received` drops what follows unparsed
+        self._bounds.note_content()  # so that `close` lingers, and `data_received` drops what follows unparsed
         self._cancel_timer()
         self.transport.write(describe_refusal(*TOO_LONG))
         self.transport.close()
