@@ -74,7 +74,7 @@ FIELDS = {
     "repetition_penalty": "Above 1 makes tokens of prompt and output less likely.",
     "presence_penalty": "Subtracted once from the logits of tokens in the output.",
     "frequency_penalty": "Subtracted from a token's logit for each time it is in the output.",
-    "seed": "Makes sampling repeatable.",
+    "seed": "Makes sampling repeatable; -1: none.",
     "n": "Number of choices for each prompt.",
     "logit_bias": "Added to logits, by token id.",
     "bad_words": "Texts that must not be written.",

@@ -255,3 +255,15 @@ async def test_responses_take_what_chats_take(api, client):
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, 0.25, 1.1)
     assert params.logit_bias == {97: 1.0} and params.ignore_eos and (namespace, priority) == ("me", 3)
     assert client.tokenizer.options == {"mood": "good"}
+
+
+@pytest.mark.parametrize("path, body", [
+    (CHAT, {"messages": [USER], "seed": -1}), (TEXT, {"prompt": "x", "seed": -1}),
+    (RESPONSES, {"input": "x", "seed": -1}),
+    ("/generate", {"text": "x", "sampling_params": {"sampling_seed": -1}}),
+    ("/api/chat", {"model": "default", "messages": [USER], "stream": False, "options": {"seed": -1}}),
+])
+async def test_a_seed_of_minus_one_is_none(http, client, path, body):
+    """As vLLM, llama.cpp and Ollama have it; as a seed, it would make all such requests sample the same tokens."""
+    assert (await http.post(path, json=body)).status_code == 200
+    assert client.submitted[-1][1].seed is None

@@ -25,6 +25,8 @@ from headrace.serving.http.protocol.fields import (
 from headrace.serving.http.transport.access import names_request, read_request_id
 
 RANGE = "dry_range"
+NO_SEED = -1
+"""The seed with which vLLM's, llama.cpp's and Ollama's clients ask for sampling without one."""
 COPIED_FIELDS = (
     *(name for name in SamplingFields.__struct_fields__ if name != RANGE), "stop", "stop_regex", "stop_token_ids",
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
@@ -50,6 +52,8 @@ def sampling_params(
         values["top_k"] = int(values["top_k"])
     values |= {name: value for name in COPIED_FIELDS if (value := getattr(fields, name)) is not None}
     values |= {name: value for name, value in own.items() if value is not None}
+    if values.get("seed") == NO_SEED:
+        del values["seed"]
     if fields.dry_range is not None:
         if fields.dry_penalty_last_n is not None:
             raise RequestError(f"{within}{RANGE} and dry_penalty_last_n are the same; give one", param=within + RANGE)
