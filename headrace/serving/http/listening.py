@@ -15,12 +15,11 @@ import uvicorn
 
 from headrace.base.errors import ConfigError
 from headrace.base.server_config import AccessConfig
-from headrace.serving.http.transport.connection import BoundedHttp
+from headrace.serving.http.transport.asgi import AppConnection
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-KEEP_ALIVE_S = 75  # longer than that of usual load balancers, which must not reuse a connection while it closes
 LAST_WORDS_S = 5  # for the last events of streams after the drain
 POLL_S = 0.05
 
@@ -79,15 +78,14 @@ class ListeningServer:
     most; called again it ends the server at once. ``protocol`` is that of its connections, in uvicorn's terms."""
 
     def __init__(
-        self, app: Any, behind: Drained, drain_s: float, *, protocol: type[asyncio.Protocol] = BoundedHttp
+        self, app: Any, behind: Drained, drain_s: float, *, protocol: type[asyncio.Protocol] = AppConnection
     ):
         self._behind, self._drain_s = behind, drain_s
         self._uvicorn = _Uvicorn(uvicorn.Config(
             # No lifespan events: what is behind is started and closed by its owner. Own log configuration and access
             # log (`RequestLedger`), own choice of proxies to believe.
             app, http=protocol, interface="asgi3", ws="none", lifespan="off", log_config=None, log_level="warning",
-            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=LAST_WORDS_S,
+            access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=LAST_WORDS_S,
         ))
         self._drain: asyncio.Task[None] | None = None
         self.is_forced = False

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from headrace.base.errors import ConfigError, EngineUnavailable, NotFound, RequestError
 from headrace.serving.http.app import ENDPOINTS
 from headrace.serving.http.transport.access import client_of
+from headrace.serving.http.transport.client_request import ClientRequest
 from headrace.serving.http.transport.errors import BodyTooLarge, EncodedResponse, JsonResponse, route_of
-from headrace.serving.router.client_request import ClientRequest
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.forwarding import Forwarder
 from headrace.serving.router.limits import RateLimit
@@ -140,6 +140,7 @@ class Router:
         digits = declared.lstrip(b"0")  # at most 20, or the parser has refused them
         if digits.isdigit() and int(digits) > limit:
             raise BodyTooLarge(f"the body has {int(digits)} bytes; at most {limit} are accepted")
+        request.invite_body()
 
     async def _broadcast(self, request: ClientRequest, body: bytes) -> None:
         answer = await self._forwarder.broadcast(request, body)

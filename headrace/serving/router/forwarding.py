@@ -14,9 +14,9 @@ from starlette.types import Scope
 
 from headrace.base.errors import EngineUnavailable
 from headrace.service.balancing import RoutedRequest
+from headrace.serving.http.transport.client_request import ClientRequest
 from headrace.serving.http.transport.errors import end_of_stream
 from headrace.serving.http_client import HttpResponse, RawHeaders
-from headrace.serving.router.client_request import ClientRequest
 from headrace.serving.router.fleet import RETRY_AFTER_S, Fleet
 from headrace.serving.router.metrics import RouterMetrics
 from headrace.serving.router.pairing import Pair, Pairing

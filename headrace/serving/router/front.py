@@ -13,10 +13,10 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from headrace.base.errors import HeadraceError
 from headrace.serving.http.transport.access import OPEN_PATHS, LedgerEntry, cors_options, open_gates, read_proxies
+from headrace.serving.http.transport.client_request import ClientRequest
 from headrace.serving.http.transport.errors import CLIENT_CLOSED_REQUEST, respond_error
 from headrace.serving.http_client import RawHeaders
 from headrace.serving.router.app import RELAYED, Router
-from headrace.serving.router.client_request import ClientRequest
 from headrace.serving.router.options import RouterOptions
 
 
@@ -79,6 +79,9 @@ class RouterFront:
             self._router.begin(request)
         except HeadraceError as error:
             self.refuse(request, error)
+
+    def note_body(self, request: ClientRequest) -> None:
+        """See `Front`; it is taken when it is whole."""
 
     def take(self, request: ClientRequest) -> None:
         """See `Front`."""

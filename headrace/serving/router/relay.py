@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 
+from headrace.serving.http.transport.client_request import ClientRequest
 from headrace.serving.http_client import Exchange, RawHeaders
-from headrace.serving.router.client_request import ClientRequest
 
 RETRY_STATUSES = frozenset({429, 502, 503})
 """Another worker may do what this one refuses: its queue is full, or its engine is not there."""

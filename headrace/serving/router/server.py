@@ -11,9 +11,9 @@ from rich.console import Console
 
 from headrace.base.errors import ConfigError
 from headrace.serving.http.listening import ListeningServer, address_of, open_listener
+from headrace.serving.http.transport.connection import ClientConnection
 from headrace.serving.http_client import loop_factory
 from headrace.serving.router.app import Router
-from headrace.serving.router.client_connection import ClientConnection
 from headrace.serving.router.discovery import split_name, watch_file, watch_name
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.front import RouterFront

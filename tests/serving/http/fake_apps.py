@@ -12,6 +12,7 @@ from fake_client import FakeClient
 
 from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.serving.http.app import create_app
+from headrace.serving.http.transport.asgi import AppConnection
 
 try:  # whichever the installed openai package brings; the two have one interface
     import httpx2 as httpx
@@ -36,7 +37,9 @@ async def live_server(app) -> AsyncIterator[str]:
     """The address of ``app`` served by uvicorn in this event loop."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(
+            app, http=AppConnection, log_level="warning", lifespan="off", proxy_headers=False
+        ))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)

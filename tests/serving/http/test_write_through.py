@@ -12,7 +12,7 @@ from fake_client import FakeClient, expected_text
 
 from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.serving.http.app import create_app
-from headrace.serving.http.transport.connection import EXTENSION, BodyWriter
+from headrace.serving.http.transport.asgi import EXTENSION, BodyWriter
 
 NUM_TOKENS = 60
 

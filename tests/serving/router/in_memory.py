@@ -9,9 +9,9 @@ from typing import Any
 
 from uvicorn.server import ServerState
 
+from headrace.serving.http.transport.connection import ClientConnection
 from headrace.serving.http_client import Exchange, HttpClient, _Connection
 from headrace.serving.router.app import Router
-from headrace.serving.router.client_connection import ClientConnection
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.front import RouterFront
 from headrace.serving.router.options import RouterOptions, WorkerOptions

@@ -8,8 +8,8 @@ import h11
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.serving.router.client_request import ClientRequest
-from headrace.serving.router.reading import RequestReader
+from headrace.serving.http.transport.client_request import ClientRequest
+from headrace.serving.http.transport.reading import RequestReader
 
 Found = tuple[str, bytes, list[tuple[bytes, bytes]], bytes]
 """A complete request: method, target, headers, body."""
@@ -60,7 +60,7 @@ class NoWire:
     def default_lines(self) -> bytes:
         return b""
 
-    def note_end(self) -> None:
+    def note_progress(self) -> None:
         raise AssertionError("nothing was answered")
 
 

@@ -8,9 +8,9 @@ import json
 import pytest
 from serving.router.workers import EVENTS_HEAD, Asked, Worker, chunk, events, reply, routing
 
+from headrace.serving.http.transport.connection import MAX_UNSENT_BYTES
 from headrace.serving.http_client import BrokenExchange, EventSplitter, HttpResponse
 from headrace.serving.router import fleet, forwarding
-from headrace.serving.router.client_connection import MAX_UNSENT_BYTES
 from headrace.serving.router.options import RouterOptions
 
 
@@ -323,7 +323,7 @@ async def test_a_client_that_reads_slowly_makes_the_worker_wait():
         target = next(iter(running.fleet))
         await running.until(lambda: any(relay._is_paused for relay in target.relays))
         [relay] = target.relays
-        assert relay._client._wire.transport.get_write_buffer_size() <= 2 * MAX_UNSENT_BYTES
+        assert relay._client.wire.transport.get_write_buffer_size() <= 2 * MAX_UNSENT_BYTES
         await reader.readuntil(b"\r\n\r\n")
         while num_written < len(piece) * 512:
             got = await reader.read(1 << 20)

@@ -16,7 +16,6 @@ from serving.router.test_reading import cut
 
 from headrace.serving.http.transport import connection, endpoint
 from headrace.serving.http.transport.connection import PROBE
-from headrace.serving.router import client_connection
 from headrace.serving.router.options import RouterOptions
 
 BODIES = st.binary(max_size=30).map(lambda body: json.dumps({"prompt": body.hex()}).encode())
@@ -288,7 +287,7 @@ async def test_a_client_has_a_time_for_all_it_sends(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.02)
     monkeypatch.setattr(connection, "REST_TIMEOUT_S", 0.02)
     monkeypatch.setattr(endpoint, "GAP_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(client_connection, "KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.3)
     health = b"GET /health HTTP/1.1\r\n\r\n"
     for pieces, num_answered in (
         ([], 0), ([b"GET /hea"], 0), ([health, health[:9]], 1), ([post(b"{}", path=b"/nowhere")[:-1]], 1),

@@ -22,7 +22,7 @@ from headrace.base.errors import HeadraceError
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.serving.http.generation.run import Generation, GenerationRequest, delta_error, open_generation
 from headrace.serving.http.protocol.errors import describe_error
-from headrace.serving.http.transport.connection import BodyWriter, body_writer
+from headrace.serving.http.transport.asgi import BodyWriter, body_writer
 from headrace.serving.http.transport.errors import INTERNAL_ERROR
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.base.errors import ConfigError
 from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.transport.access import in_log
-from headrace.serving.http.transport.connection import drop_writer
+from headrace.serving.http.transport.asgi import drop_writer
 from headrace.serving.http.transport.errors import path_of
 from headrace.serving.replay import NAME, NO_BODY, Record
 
