@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.cpu_servers import Server, gguf_of, run_server
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import EngineConfig, ServeConfig, engine_config, resolve_for_device
-from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.messages import ExpertStats, HotSlotStats, MemoryLine, ModelFacts
 from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.base.step import StepPlan, StepResult
 
@@ -42,6 +42,7 @@ class IdleStep:
 
     outcome: StepResult
     ends_at: float
+    waits_for_device = True
 
     def result(self) -> StepResult:
         time.sleep(max(0.0, self.ends_at - time.perf_counter()))
@@ -97,7 +98,8 @@ class IdleExecutor:
             max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB,
             eos_ids=[], num_parameters=0, page_size=PAGE_SIZE, num_kv_tokens=NUM_PAGES * PAGE_SIZE,
         )
-        self.memory = [MemoryLine("weights", 0)]
+        self.memory, self.experts, self.hot_slots = [MemoryLine("weights", 0)], ExpertStats(), HotSlotStats()
+        self.late_kernels = 0
         self._step_s, self._prompt_s = step_s, prompt_s
         self._threads = BusyThreads(num_threads) if num_threads else None
         self._free_at = 0.0
