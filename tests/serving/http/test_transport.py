@@ -90,6 +90,14 @@ async def test_ways_to_send_a_body(port):
     assert byte_wise.startswith(b"HTTP/1.1 200")
 
 
+async def test_who_waits_for_leave_to_send_and_gets_none_is_told_that_the_connection_ends(port):
+    """It may leave out the body then: what it sends next must not be taken for that."""
+    waiting = SIZED.replace(b"application/json", b"text/plain") + b"Expect: 100-continue\r\n\r\n"
+    answer, is_closed = await talk(port, waiting, HEALTH)
+    assert answer.startswith(b"HTTP/1.1 415") and b"connection: close" in answer and is_closed
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize("nonsense", [
     b"garbage\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     POST + b"Content-Length: -5\r\n\r\n",

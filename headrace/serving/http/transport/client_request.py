@@ -149,6 +149,8 @@ class ClientRequest:
                 self._is_chunked, framing = True, b"transfer-encoding: chunked\r\n"
             else:
                 self.keeps_alive = False
+        if self._expects_continue and not self.is_whole:
+            self.keeps_alive = False  # a body that was not invited may come or not: nobody knows where the next head is
         if not self.keeps_alive:
             framing += b"connection: close\r\n"
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
