@@ -39,7 +39,6 @@ from headrace.serving.http.transport.access import (
 from headrace.serving.http.transport.errors import install_handlers
 from headrace.serving.http.transport.metrics import Metrics
 from headrace.serving.http.transport.recording import Recorder, Sink, open_log
-from headrace.serving.http.transport.tracing import TracedRequests
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
@@ -80,10 +79,10 @@ def _add_middleware(app: Starlette, context: AppContext, pages: frozenset[str]) 
     cors = cors_options(server)
     if cors is not None:
         app.add_middleware(CORSMiddleware, **cors)
-    if context.tracing is not None:
-        app.add_middleware(TracedRequests, tracing=context.tracing, routes=routes)
     has_log = context.operations.log_requests != "none"
-    app.add_middleware(RequestLedger, metrics=context.metrics.http, routes=routes, has_log=has_log)
+    app.add_middleware(
+        RequestLedger, metrics=context.metrics.http, routes=routes, tracing=context.tracing, has_log=has_log
+    )
     proxies = read_proxies(server.trusted_proxies)
     if proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)

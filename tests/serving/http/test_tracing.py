@@ -148,13 +148,16 @@ async def test_an_aborted_request_ends_its_spans(traced: Traced):
     assert spans["POST /v1/completions"][0].attributes["gen_ai.response.finish_reasons"] == ("abort",)
 
 
-def test_a_share_of_requests_is_traced():
-    from starlette.datastructures import Headers
+def scope_of(method: str, path: str) -> dict:
+    """Of a request without headers."""
+    return {"type": "http", "method": method, "path": path, "headers": [], "state": {}}
 
+
+def test_a_share_of_requests_is_traced():
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), 0.25)
     for _ in range(400):
-        span = tracing.begin(Headers({}), "GET", "/x")
+        span = tracing.begin(scope_of("GET", "/x"), frozenset({"/x"}))
         tracing.add_generation(span, "id", "model", [RequestTimer(Metrics(), 1, 1)] if span.is_recording() else [])
         tracing.end(span, 200)
     assert 50 < len([s for s in exporter.get_finished_spans() if s.name == "GET /x"]) < 160
@@ -177,10 +180,8 @@ def test_a_collector_gets_the_spans():
 
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
-        from starlette.datastructures import Headers
-
         tracing = open_tracing(OperationsConfig(otlp_endpoint=f"http://127.0.0.1:{collector.server_port}/"))
-        tracing.end(tracing.begin(Headers({}), "POST", "/generate"), 200)
+        tracing.end(tracing.begin(scope_of("POST", "/generate"), frozenset({"/generate"})), 200)
         tracing.close()
         collector.shutdown()
     ((path, message),) = received

@@ -121,7 +121,7 @@ class Generation:
         ]
         self.is_disconnected = False
         self._context = context
-        # set by `TracedRequests`; `open_generation` has created ``state``
+        # set by `RequestLedger`; `open_generation` has created ``state``
         self._span = http_request.scope["state"].get("span")
         context.running[request.request_id] = streams
         if any(isinstance(p, SamplingParams) and p.wants_all_logprobs for p in request.params):

@@ -30,6 +30,7 @@ from headrace.serving.http.transport.errors import (
     route_of,
 )
 from headrace.serving.http.transport.metrics import HttpMetrics
+from headrace.serving.http.transport.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -372,12 +373,15 @@ class LedgerEntry:
 
 
 class RequestLedger:
-    """Counts requests by method, route and status, and logs a line for each if ``has_log``. Adds ``X-Request-Id`` to
-    the response (and ``Request-Id`` for Anthropic's clients, which read that): the client's own id, else the one that
-    the route set, else a new one; and ``Warning`` if fields were ignored."""
+    """Counts requests by method, route and status, traces them, and logs a line for each if ``has_log``. Adds
+    ``X-Request-Id`` to the response (and ``Request-Id`` for Anthropic's clients, which read that): the client's own id,
+    else the one that the route set, else a new one; and ``Warning`` if fields were ignored."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics, routes: frozenset[str], *, has_log: bool):
+    def __init__(
+        self, app: ASGIApp, metrics: HttpMetrics, routes: frozenset[str], tracing: Tracing | None, *, has_log: bool
+    ):
         self._app, self._metrics, self._routes, self._has_log = app, metrics, routes, has_log
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -385,6 +389,7 @@ class RequestLedger:
             return
         given = dict(reversed([*scope["headers"]]))
         entry = LedgerEntry(self._metrics, self._routes, scope, given, has_log=self._has_log)
+        span = self._tracing.begin(scope, self._routes) if self._tracing is not None else None
 
         async def note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -395,3 +400,5 @@ class RequestLedger:
             await self._app(scope, receive, note_status)
         finally:
             entry.close()
+            if self._tracing is not None and span is not None:
+                self._tracing.end(span, entry.status)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from headrace.base import VERSION
 from headrace.base.errors import ConfigError
@@ -49,15 +49,20 @@ class Tracing:
         self._tracer = self._provider.get_tracer("headrace", VERSION)
         self._extract = TraceContextTextMapPropagator().extract
 
-    def begin(self, headers: Headers, method: str, route: str) -> Span:
-        """The span of one HTTP request, a child of the span in the headers, if any."""
+    def begin(self, scope: Scope, routes: frozenset[str]) -> Span | None:
+        """The span of one HTTP request, a child of the span in its headers, if any; None for `UNTRACED` ones. It is
+        ``state["span"]``, too."""
         from opentelemetry.trace import SpanKind
 
+        if path_of(scope) in UNTRACED:
+            return None
+        headers, method, route = Headers(scope=scope), method_of(scope), route_of(path_of(scope), routes)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         attributes = {"http.request.method": method, "http.route": route}
-        return self._tracer.start_span(
+        span = scope["state"]["span"] = self._tracer.start_span(
             f"{method} {route}", context=self._extract(carrier), kind=SpanKind.SERVER, attributes=attributes
         )
+        return span
 
     def end(self, span: Span, status: int) -> None:
         """End the span of a completed request."""
@@ -108,32 +113,6 @@ class Tracing:
                     attributes={"headrace.prompt_index": index},
                 )
                 span.end(timer.arrival_ns + int(until * NS))
-
-
-class TracedRequests:
-    """Starts a span per request, as ``state["span"]``, and ends it after the response."""
-
-    def __init__(self, app: ASGIApp, tracing: Tracing, routes: frozenset[str]):
-        self._app, self._tracing, self._routes = app, tracing, routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or path_of(scope) in UNTRACED:
-            await self._app(scope, receive, send)
-            return
-        status = 500
-        span = self._tracing.begin(Headers(scope=scope), method_of(scope), route_of(path_of(scope), self._routes))
-        scope.setdefault("state", {})["span"] = span
-
-        async def note_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_status)
-        finally:
-            self._tracing.end(span, status)
 
 
 def open_tracing(operations: OperationsConfig) -> Tracing | None:
