@@ -62,6 +62,18 @@ constexpr int KEYS = 128, HALVES = E > 64 ? 2 : 1;
 constexpr uint32 KEYS_HALF = KEYS * 128, BLOCK_BYTES = HALVES * KEYS_HALF;
 constexpr float SLACK = 8.0f;  // the highest logit may be 2^SLACK times what weights are relative to: less rescaling
 
+// Addresses in shared memory: two tiles of queries, rings of keys and values, TILE_BYTES that say which tiles they are
+// of, a counter of COUNTER_BYTES, barriers.
+template <int STAGES, uint32 Q_BYTES, uint32 TILE_BYTES, uint32 COUNTER_BYTES>
+struct PlacesOf {
+  uint32 queries, keys, values, tiles, counter, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full;
+  __device__ explicit PlacesOf(uint32 start)
+      : queries(start), keys(queries + 2 * Q_BYTES), values(keys + STAGES * BLOCK_BYTES),
+        tiles(values + STAGES * BLOCK_BYTES), counter(tiles + TILE_BYTES), q_full(counter + COUNTER_BYTES),
+        q_empty(q_full + 16), k_full(q_empty + 16), k_empty(k_full + 8 * STAGES), v_full(k_empty + 8 * STAGES),
+        v_empty(v_full + 8 * STAGES), tile_full(v_empty + 8 * STAGES) {}
+};
+
 template <int STAGES>
 struct RingOf {
   int stage = 0;

@@ -80,15 +80,7 @@ struct Tile {
 
 constexpr int SLOT_BYTES = 32;  // of a tile in shared memory
 
-struct Places {  // addresses in shared memory; queries are of two tiles
-  uint32 queries, keys, values, tiles, asked, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full;
-  __device__ explicit Places(uint32 start)
-      : queries(start), keys(queries + 2 * Q_BYTES), values(keys + STAGES * BLOCK_BYTES),
-        tiles(values + STAGES * BLOCK_BYTES), asked(tiles + SLOTS * SLOT_BYTES), q_full(asked + 8),
-        q_empty(q_full + 16), k_full(q_empty + 16), k_empty(k_full + 8 * STAGES), v_full(k_empty + 8 * STAGES),
-        v_empty(v_full + 8 * STAGES), tile_full(v_empty + 8 * STAGES) {}
-};
-
+using Places = PlacesOf<STAGES, Q_BYTES, SLOTS * SLOT_BYTES, 8>;  // counter: blocks of keys asked for
 using Ring = RingOf<STAGES>;
 
 __device__ void store_shared(uint32 to, int v) {
@@ -146,7 +138,7 @@ __device__ void claim_tiles(const Call &call, const Places &in) {
     tile.find_keys(call);
     claimed += tile.count_blocks();
     // no program takes a second split before others, which began a moment later, have their first one
-    while (claimed - load_shared_int(in.asked) >= (HAS_SPLITS && tile.splits > 1 ? 1 : AHEAD)) __nanosleep(64);
+    while (claimed - load_shared_int(in.counter) >= (HAS_SPLITS && tile.splits > 1 ? 1 : AHEAD)) __nanosleep(64);
 #ifdef SPLITS
     index = divided ? atomicAdd(call.claims + 2, 1) : gridDim.x + atomicAdd(call.claims, 1);
   }
@@ -207,7 +199,7 @@ __device__ void fetch_blocks(const Call &call, const Places &in, const TensorMap
                   (at + from) & (call.page_size - 1), page);
       page = next;
       ring.advance();
-      if (IS_KEYS && lane == 0) store_shared(in.asked, ++asked);
+      if (IS_KEYS && lane == 0) store_shared(in.counter, ++asked);
       __syncwarp();
     }
   }
@@ -414,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Places in((shared_address(unaligned) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
     init_barriers<STAGES>(in, MATH_WARPS);
-    store_shared(in.asked, 0);
+    store_shared(in.counter, 0);
     for (int slot = 0; slot < SLOTS; slot++) init_barrier(in.tile_full + 8 * slot, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

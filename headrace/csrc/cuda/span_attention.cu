@@ -40,14 +40,7 @@ struct Tile {  // of a span of `length` tokens from `begin` on, rows from `first
 
 constexpr int SLOT_BYTES = 16;  // of a tile in shared memory
 
-struct Places {  // addresses in shared memory; queries are of two tiles
-  uint32 queries, keys, values, tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full;
-  __device__ explicit Places(uint32 start)
-      : queries(start), keys(queries + 2 * Q_BYTES), values(keys + STAGES * BLOCK_BYTES),
-        tiles(values + STAGES * BLOCK_BYTES), q_full(tiles + SLOTS * SLOT_BYTES), q_empty(q_full + 16),
-        k_full(q_empty + 16), k_empty(k_full + 8 * STAGES), v_full(k_empty + 8 * STAGES),
-        v_empty(v_full + 8 * STAGES), tile_full(v_empty + 8 * STAGES) {}
-};
+using Places = PlacesOf<STAGES, Q_BYTES, SLOTS * SLOT_BYTES, 0>;
 
 // The nth tile of this program.
 __device__ Tile read_tile(const Places &in, int nth) {
