@@ -203,41 +203,22 @@ __device__ __forceinline__ void add(
     }
 }
 
-struct Place {  // of a thread's codes in the first stage, and of parts as an operand
-  uint32 codes[2], rows;
-
-  __device__ __forceinline__ explicit Place(const Ring &ring) {
-    int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    // rows of 64 bytes, swizzled by 64 bytes: pieces of 16 bytes are exchanged by row / 2 % 4
+__device__ __forceinline__ void read_codes(Operands &to, const Place &place, int stage) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32 at = (warp * 16 + matrix % 2 * 8 + row) * 64 + ((matrix / 2 * 16 + 32 * i) ^ row / 2 * 16);
-      codes[i] = ring.code_tiles + at;
-      pin(codes[i]);
-    }
-    rows = (uint32)describe_operand(ring.x_tiles);
-  }
-  __device__ __forceinline__ uint64 rows_of(int stage) const {  // its upper half is the same everywhere
-    return describe_operand(0) >> 32 << 32 | (rows + stage * (X_BYTES / 16));
-  }
-  __device__ __forceinline__ void read(Operands &to, int stage) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(to.words[i][0]), "=r"(to.words[i][1]), "=r"(to.words[i][2]), "=r"(to.words[i][3])
-                   : "r"(codes[i] + stage * CODE_BYTES));
-  }
-};
+  for (int i = 0; i < 2; ++i)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.words[i][0]), "=r"(to.words[i][1]), "=r"(to.words[i][2]), "=r"(to.words[i][3])
+                 : "r"(place.codes[i] + stage * CODE_BYTES));
+}
 
 // The sums of a tile. After the last step the stage that follows is read too, and not used.
 __device__ __forceinline__ void add_up(
     float (&sums)[COLUMNS / 2], Ring &ring, const Place &place, Scales &scales, int steps
 ) {
-  int leads = threadIdx.x % 32 == 0;
   Operands codes;
   float products[2][COLUMNS / 2];
   wait_for(ring.bars + 16 * ring.stage, ring.phase);
-  place.read(codes, ring.stage);
+  read_codes(codes, place, ring.stage);
   decode_low(codes);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -255,10 +236,10 @@ __device__ __forceinline__ void add_up(
     start(products, codes.high, rows + 4);
     ring.advance();
     wait_if(step + 1 < steps, ring.bars + 16 * ring.stage, ring.phase);
-    place.read(codes, ring.stage);
+    read_codes(codes, place, ring.stage);
     decode_low(codes);
     add<2>(sums, products, powers);
-    arrive_if(leads, empty);
+    arrive_if(place.leads, empty);
   }
 }
 

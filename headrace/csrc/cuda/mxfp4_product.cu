@@ -136,27 +136,6 @@ __device__ __forceinline__ void decode_all(uint32 (&a)[4][4], const Codes &codes
   }
 }
 
-// Of a thread's codes in the first stage, and of rows of x as an operand; whether a lane is its warp's first.
-struct Place {
-  uint32 codes[2], rows;
-  int leads;
-
-  __device__ __forceinline__ explicit Place(const Ring &ring) {
-    int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    // rows of 64 bytes, swizzled by 64 bytes: the 16 bytes of inputs 16 * piece and on are exchanged by row / 2 % 4
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32 at = (warp * 16 + matrix % 2 * 8 + row) * 64 + ((matrix / 2 * 16 + 32 * i) ^ row / 2 * 16);
-      codes[i] = ring.code_tiles + at;
-      pin(codes[i]);
-    }
-    rows = (uint32)describe_operand(ring.x_tiles), leads = lane == 0;
-  }
-  __device__ __forceinline__ uint64 rows_of(int stage) const {  // its upper half is the same everywhere
-    return describe_operand(0) >> 32 << 32 | (rows + stage * (X_BYTES / 16));
-  }
-};
-
 // Codes and scales of a step, of a stage that is there. Beyond the last step what was there before is read, and not
 // used.
 __device__ __forceinline__ void read_codes(

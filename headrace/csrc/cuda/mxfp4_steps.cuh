@@ -1,5 +1,5 @@
-// What kernels that decode MXFP4 to operands of wgmma share: waits between batches of products, and scales of a thread's
-// rows. After hopper.cuh. Needs of the source: `Call` with scales and words.
+// What kernels that decode MXFP4 to operands of wgmma share: waits between batches of products, where a thread's codes
+// are, and scales of its rows. After weight_rows.cuh. Needs of the source: `Call` with scales and words, X_BYTES.
 
 // As `wait_for` and `arrive`, if `wanted`. Without branches outside of the text: between two batches of products ptxas
 // would make all of them wait for each other.
@@ -14,6 +14,27 @@ __device__ __forceinline__ void arrive_if(int wanted, uint32 bar) {
 }
 
 __device__ __forceinline__ void pin(uint32 &value) { asm volatile("" : "+r"(value)); }  // is not computed again
+
+// Where a thread's codes are in the first stage, and rows of x as an operand; whether a lane is its warp's first.
+struct Place {
+  uint32 codes[2], rows;
+  int leads;
+
+  __device__ __forceinline__ explicit Place(const Ring &ring) {
+    int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+    // rows of 64 bytes, swizzled by 64 bytes: the 16 bytes of inputs 16 * piece and on are exchanged by row / 2 % 4
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32 at = (warp * 16 + matrix % 2 * 8 + row) * 64 + ((matrix / 2 * 16 + 32 * i) ^ row / 2 * 16);
+      codes[i] = ring.code_tiles + at;
+      pin(codes[i]);
+    }
+    rows = (uint32)describe_operand(ring.x_tiles), leads = lane == 0;
+  }
+  __device__ __forceinline__ uint64 rows_of(int stage) const {  // its upper half is the same everywhere
+    return describe_operand(0) >> 32 << 32 | (rows + stage * (X_BYTES / 16));
+  }
+};
 
 // Scales of this thread's two rows: four lanes have the same rows, and words of every fourth step each.
 struct Scales {
