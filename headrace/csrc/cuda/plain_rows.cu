@@ -8,7 +8,7 @@
 // are multiplied by 1 / rms then, so that products need not wait for it.
 //
 // Compiled by NVRTC. Macros: ROWS of x; VECS of a thread, 2048 * VECS >= K; NORM 1: x plus the residual is normalised;
-// GATED 1: the weight has N rows of gate, then N of up; WARPS that multiply.
+// GATED 1: the weight has N rows of gate, then N of up; ADAPTED 1: adapters add to the product; WARPS that multiply.
 
 #include "numbers.cuh"
 #include "hopper.cuh"

@@ -1,0 +1,156 @@
+"""Own CUDA C++ compiled by NVRTC without a device, as the product asks for it. What does not compile would otherwise be
+noticed on a GPU first, where another kernel takes its place."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="modules that ask for the sources import Triton")
+
+from cuda_source_cases import CASES
+
+from headrace.kernels import cuda_source
+from headrace.kernels.cuda_source import Compiling, CudaSourceError, Source, compiled_by
+from headrace.kernels.streams import groups as streams_groups
+
+SOURCES = sorted(path.stem for path in cuda_source.FOLDER.glob("*.cu"))
+HOPPER, AMPERE = (9, 0), (8, 0)
+NUM_SMS = 132
+ARCHITECTURE = b"__CUDA_ARCH__"
+
+
+class Nvrtc:
+    """Of a version whose code no cache has."""
+
+    def nvrtcVersion(self, major: object, minor: object) -> None:
+        pass
+
+
+@cache
+def list_sources(name: str, capability: tuple[int, int] = HOPPER) -> tuple[Source, ...]:
+    """What the cases of a source ask for, for a GPU of that compute capability."""
+    asked: list[Source] = []
+
+    def take(source: Source) -> Future[None]:
+        asked.append(source)
+        return Future()
+
+    with pytest.MonkeyPatch.context() as patch, compiled_by(Compiling({}, take)):
+        patch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(streams_groups, "count_sms", lambda device: NUM_SMS)
+        for find in CASES[name]:
+            assert find(), f"{find} finds no kernel"
+    assert asked and {own for own, _ in asked} == {name}
+    return tuple(asked)
+
+
+def list_macros(source: Source) -> dict[str, int]:
+    defines = (option[2:].split("=") for option in source[1] if option.startswith("-D"))
+    return {macro: int(value) for macro, value in defines}
+
+
+def require_nvrtc() -> None:
+    """Skips where there is none."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip(f"there is no NVRTC for {sys.platform} on {platform.machine()}")
+    try:
+        cuda_source._open_nvrtc()
+    except OSError as error:
+        pytest.skip(f"NVRTC is not installed (PyPI: nvidia-cuda-nvrtc): {error}")
+
+
+def test_each_source_has_cases():
+    assert sorted(CASES) == SOURCES
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    require_nvrtc()
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    has_older = ARCHITECTURE in cuda_source.read_source(name)
+    for source in (*list_sources(name), *(list_sources(name, AMPERE)[-1:] if has_older else ())):
+        try:
+            code = cuda_source.compile_source(*source)
+        except CudaSourceError as error:
+            error.add_note(" ".join(source[1]))
+            raise
+        assert code[:4] == b"\x7fELF"
+
+
+def read_comment(text: str) -> str:
+    """The comment that a file begins with."""
+    lines = text.splitlines()
+    return "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("//"))])
+
+
+def list_files(name: str) -> list[Path]:
+    """A source and the headers that it includes."""
+    path = cuda_source.FOLDER / f"{name}.cu"
+    return [path, *(path.parent / header.decode() for header in cuda_source.INCLUDE.findall(path.read_bytes()))]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_comments_name_its_macros(name: str):
+    comments = " ".join(read_comment(path.read_text()) for path in list_files(name))
+    named = set(re.findall(r"(?:-D|\b)([A-Z][A-Z0-9_]*)\b", comments))
+    given = {macro for source in list_sources(name) for macro in list_macros(source)}
+    assert given <= named, f"{name}.cu does not say what {sorted(given - named)} are"
+
+
+CONDITION = re.compile(r"#\s*(ifdef|ifndef|if|elif|else|endif)\b\s*([^/]*)")
+
+
+def holds(directive: str, condition: str, macros: dict[str, int]) -> bool:
+    if directive in ("ifdef", "ifndef"):
+        return (condition in macros) == (directive == "ifdef")
+    python = condition.replace("&&", " and ").replace("||", " or ").replace("!=", "<>").replace("!", " not ")
+    return bool(eval(re.sub(r"[A-Z_]\w*", lambda word: str(macros.get(word[0], 0)), python.replace("<>", "!="))))
+
+
+def find_compiled(text: str, macros: dict[str, int]) -> Iterator[int]:
+    """Numbers of the lines that the preprocessor keeps."""
+    open_, taken = [], []  # of each condition around: whether this branch is compiled, and whether one was
+    for number, line in enumerate(text.splitlines(), 1):
+        match = CONDITION.match(line)
+        directive, condition = (match[1], match[2].strip()) if match else ("", "")
+        if directive.startswith("if"):
+            open_.append(holds(directive, condition, macros))
+            taken.append(open_[-1])
+        elif directive == "endif":
+            open_.pop()
+            taken.pop()
+        elif directive:
+            open_[-1] = not taken[-1] and (directive == "else" or holds(directive, condition, macros))
+            taken[-1] |= open_[-1]
+        elif all(open_):
+            yield number
+
+
+def test_cases_compile_every_line():
+    """A variant that no case has could be broken unnoticed."""
+    compiled: dict[Path, set[int]] = {}
+    for name in SOURCES:
+        for capability, sources in ((HOPPER, list_sources(name)), (AMPERE, list_sources(name, AMPERE)[-1:])):
+            for source in sources:
+                macros = list_macros(source) | {ARCHITECTURE.decode(): 100 * capability[0] + 10 * capability[1]}
+                for path in list_files(name):
+                    compiled.setdefault(path, set()).update(find_compiled(path.read_text(), macros))
+    left = [
+        f"{path.name}:{number}: {line}" for path, found in compiled.items()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if number not in found and line.strip() and not CONDITION.match(line)
+    ]
+    assert set(compiled) == set(cuda_source.FOLDER.glob("*.cu*")), "headers that no source includes"
+    assert not left, "no case compiles\n" + "\n".join(left)
