@@ -98,6 +98,9 @@ def test_ranks_of_a_stage_divide_experts(ranks: RankProcesses, tmp_path: Path, m
     config = {**draw_layers("DeepseekV3ForCausalLM", ranks), "first_k_dense_replace": 1}
     own = {"enable_expert_parallel": True, "enable_eplb": True, "pipeline_layers": "1,2"}  # one without experts
     compare(ranks, config, tmp_path, monkeypatch, **own)
+    own["eplb_config"] = '{"step_interval": 3, "num_redundant_experts": 2}'
+    config = {**LATENT_STREAMS, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128]}
+    compare(ranks, config, tmp_path, monkeypatch, **own)
 
 
 @pytest.mark.parametrize("architecture", ["BertModel", "BertForSequenceClassification"])
