@@ -195,6 +195,17 @@ def _open_nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(newest))
 
 
+def find_nvrtc() -> tuple[int, int]:
+    """The version of NVRTC, without which no own kernel can be compiled. Raises `OSError` if there is none."""
+    return _read_version(_open_nvrtc())
+
+
+def _read_version(nvrtc: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = c_int(), c_int()
+    nvrtc.nvrtcVersion(byref(major), byref(minor))
+    return major.value, minor.value
+
+
 def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     """The cubin of ``csrc/cuda/<name>.cu``, from the cache or compiled in seconds; `NOT_YET` in a dry run. ``options``
     are nvcc's and include the architecture. Raises `CudaSourceError`."""
@@ -243,9 +254,7 @@ def read_source(name: str) -> bytes:
 
 def _locate(nvrtc: ctypes.CDLL, name: str, options: tuple[str, ...]) -> Path:
     """Where the cache has a source."""
-    major, minor = c_int(), c_int()
-    nvrtc.nvrtcVersion(byref(major), byref(minor))
-    digest = hashlib.sha256(repr((read_source(name), options, major.value, minor.value)).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(repr((read_source(name), options, *_read_version(nvrtc))).encode()).hexdigest()[:20]
     return env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
 
 

@@ -96,7 +96,7 @@ def take_inventory(machine: Machine) -> list[Finding]:
         *_entries(PLUGINS.noun, PLUGINS, {device: None for device, _, _ in machine.devices}),
         *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine),
         *_drafters(machine),
-        *_engine_parts(machine), *_operations(machine), _native(),
+        *_engine_parts(machine), *_operations(machine), _native(), _compiler(machine),
     ]
 
 
@@ -220,6 +220,22 @@ def _native() -> Finding:
         return Finding("native kernels", "cpu", BROKEN, (), str(error))
     status = {"ready": OK, "idle": OK, "compiling": OK}.get(found.status, UNAVAILABLE)
     return Finding("native kernels", "cpu", status, ("cpu",) if status == OK else (), f"{found.status}: {found.detail}")
+
+
+def _compiler(machine: Machine) -> Finding:
+    """What compiles own kernels for GPUs, in whose place slower ones run without it."""
+    from headrace.kernels.cuda_source import find_nvrtc
+
+    kind, name = "kernel compiler", "nvrtc"
+    devices = tuple(device for device, _, _ in machine.devices if device == "cuda")
+    if not devices:
+        return Finding(kind, name, UNAVAILABLE, (), "compiles kernels for NVIDIA GPUs")
+    try:
+        version = ".".join(map(str, find_nvrtc()))
+    except OSError as error:
+        install = "install a CUDA build of torch with the packages that it needs"
+        return Finding(kind, name, BROKEN, (), f"slower kernels run on the GPU: {error}; {install}")
+    return Finding(kind, name, OK, devices, f"{version}: compiles kernels for NVIDIA GPUs")
 
 
 def _entries(kind: str, registry: Registry[Any], queries: dict[str, Any], only: str | None = None) -> Iterator[Finding]:

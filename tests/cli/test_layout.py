@@ -7,6 +7,8 @@ import io
 
 import pytest
 
+from headrace.kernels import cuda_source
+from headrace.service import inventory as inventory_module
 from headrace.service.inventory import BROKEN, OK, UNAVAILABLE, Finding, Machine, find_machine, take_inventory
 from headrace.serving.cli import check
 from headrace.serving.cli.commands import COMMANDS
@@ -90,6 +92,20 @@ def test_the_summary_tells_what_is_broken_and_which_kernels_there_are():
     assert "CPU kernels none, plain torch is used: no C++ compiler found (g++); install one" in words
     assert "-m headrace.kernels.native" in words
     assert "OTHER kernels not compiled yet" in words and "THIRD kernels compiled (avx2)" in words
+
+
+def test_the_summary_tells_that_a_gpu_runs_slower_kernels(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise OSError("libnvrtc.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(cuda_source, "find_nvrtc", lambda: (13, 0))
+    found = inventory_module._compiler(WITH_GPU)
+    assert (found.status, found.devices, found.detail[:5]) == (OK, ("cuda",), "13.0:")
+    monkeypatch.setattr(cuda_source, "find_nvrtc", fail)
+    assert inventory_module._compiler(LAPTOP).status == UNAVAILABLE
+    text = "\n".join(lines_of(list(check.summarize(WITH_GPU, [inventory_module._compiler(WITH_GPU)], 80))))
+    words = " ".join(text.split())
+    assert "Broken kernel compiler nvrtc slower kernels run on the GPU: libnvrtc.so.13: cannot open" in words
 
 
 def test_what_was_changed_comes_first_in_show_config(monkeypatch):
