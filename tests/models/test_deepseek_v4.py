@@ -213,6 +213,31 @@ def test_a_rank_reads_its_own_experts():
     assert [is_of_other_expert(f"mtp.0.ffn.experts.{x}.w1.weight", own) for x in (0, count - 1)] == [False, True]
 
 
+def test_a_rank_takes_its_own_of_stacked_experts(oracle: Any):
+    """As transformers saves them: what is left out was not needed."""
+    family, group, state = find_family("DeepseekV4ForCausalLM"), FirstOfTwo(), oracle.state_dict()
+    spec = family.read_config(published_config())
+    count = spec.moe.routing.num_experts
+
+    def build_half() -> Any:
+        build = Build(
+            CPU, torch.float32, 512, tensor=group, experts=ExpertRanks(group), redundant_experts=count % 2 + 2
+        )
+        return family.build_model(spec, build)
+
+    narrowed, whole = build_half(), build_half()
+    kept = {name: tensor.clone() for name, tensor in narrowed.find_narrowing().keep(state.items())}
+    stacks = [name for name in state if name.endswith("experts.gate_up_proj")]
+    for stack in stacks:
+        numbers = {int(name[len(stack) - 12 :].split(".")[0]) for name in kept if name.startswith(stack[:-12])}
+        assert numbers == set(range(count // 2)) and state[stack].shape[0] == count
+    narrowed.load_weights(kept.items())
+    whole.load_weights(state.items())
+    parts = zip((*narrowed.parameters(), *narrowed.buffers()), (*whole.parameters(), *whole.buffers()), strict=True)
+    assert stacks and all(torch.equal(one, other) for one, other in parts)
+    assert family.build_model(spec, Build(CPU, torch.float32, 512)).find_narrowing() is None
+
+
 def test_adapters_find_the_parts_that_each_layer_has():
     """Layers without an indexer have no index weights."""
     family = find_family("DeepseekV4ForCausalLM")

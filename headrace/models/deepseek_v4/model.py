@@ -16,7 +16,9 @@ from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
+from headrace.layers.moe.narrowing import ExpertNarrowing
 from headrace.layers.names import CheckpointNames, find_elsewhere
+from headrace.layers.narrowing import Narrowing
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.vocabulary import Embedding, Head
@@ -139,6 +141,15 @@ class DeepseekV4Model(ServedModel):
         """See `ServedModel`."""
         name = rename(name)
         return not (is_of_other_expert(name, self._experts) or f"{name}.".startswith(self._elsewhere))
+
+    def find_narrowing(self) -> Narrowing | None:
+        """See `ServedModel`: of stacked experts, those of other ranks are left out; single ones `wants` leaves out."""
+        elsewhere = find_targets(self, self.names.modules).elsewhere
+        if not elsewhere:
+            return None
+        return ExpertNarrowing(
+            {}, elsewhere, rename, stacked_experts="gate_first", hidden_size=self.spec.hidden_size
+        )
 
     def own_caches(self, count: int) -> range:
         """See `ServedModel`."""
