@@ -21,10 +21,23 @@ from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace
 from headrace.kernels.coded_linear import CODED_FLOAT, CODED_GATED, CODED_NORM_LINEAR, CODED_SUMS, choice
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.collective.push import PushCollectives
 from headrace.kernels.few_decodes import Rotation
+from headrace.kernels.latents.slots import KEY_SCALE_BYTES, Slots
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS, NORM_LINEAR, Norm, fits
-from headrace.kernels.lora import EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, LowRankBank, Reduced, SlotRows, make_tiles
+from headrace.kernels.lora import (
+    ADAPTED_LINEAR,
+    ADAPTED_NORM,
+    EXPAND,
+    EXPAND_ADD_NORM,
+    EXPAND_GATED,
+    LowRankBank,
+    Reduced,
+    SlotRows,
+    count_published,
+    make_tiles,
+)
 from headrace.kernels.moe import (
     CODED_EXPERTS,
     LINEAR_ROUTE,
@@ -39,6 +52,14 @@ from headrace.kernels.moe.linear_route import find_form
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.kernels.rowwise import Gate
 from headrace.kernels.span_attention import SPAN_ATTENTION, Spans
+from headrace.kernels.sparse_attention import (
+    ATTEND_SLOTS,
+    INDEX_SCORES,
+    SELECT_ENTRIES,
+    EntryView,
+    Queries,
+    SeenSlots,
+)
 from headrace.kernels.streams import READ_STREAMS, WRITE_READ_STREAMS, Pending, StreamMix, StreamShape
 
 I32, I64, F32, U8, E4M3 = torch.int32, torch.int64, torch.float32, torch.uint8, torch.float8_e4m3fn
@@ -315,25 +336,101 @@ def test_streams(hopper: Recording):
     assert ("streams_few" in hopper.own) == (hopper.card.clusters > 0)
 
 
+def make_bank(gpu: Recording, ends: tuple[int, ...], ranks: int, inputs: int) -> LowRankBank:
+    parts = len(ends)
+    a, b = gpu.empty(4, parts, ranks, inputs), gpu.empty(4, ranks, ends[-1])
+    tiles = gpu.empty(3, make_tiles(ends, torch.device("cpu")).shape[1], dtype=I64)
+    published = gpu.empty(count_published(parts, ranks), dtype=I64)
+    return LowRankBank(a, b, gpu.empty(4, parts, dtype=I64), ends, tiles, None, published)
+
+
+def make_rows(gpu: Recording, count: int) -> SlotRows:
+    numbers = gpu.empty(count, dtype=I64)
+    return SlotRows(numbers, gpu.empty(3, ceil_div(count, 16) + 4, dtype=I64), numbers, 16, [])
+
+
 def test_adapters(hopper: Recording):
     expand, gated, normed = (find_own(hopper.card, own) for own in (EXPAND, EXPAND_GATED, EXPAND_ADD_NORM))
     assert expand is not None and gated is not None and normed is not None
-    for (width, inner), ranks in ((own, ranks) for own in DENSE[::3] for ranks in (16, 64, 256)):
+    for (width, inner), ranks in product(DENSE[::3], (16, 64, 256)):
         for ends in ((width,), (inner, 2 * inner), (width, width + 128, width + 256)):
-            a, b = hopper.empty(4, len(ends), ranks, width), hopper.empty(4, ranks, ends[-1])
-            tiles = make_tiles(ends, torch.device("cpu")).as_subclass(type(b))
-            bank = LowRankBank(a, b, hopper.empty(4, len(ends), dtype=I64), ends, tiles)
+            bank, norm = make_bank(hopper, ends, ranks, width), Norm(hopper.empty(width), 1e-5)
             for count in (1, 16, 64, 512, 4096):
-                numbers = hopper.empty(count, dtype=I64)
-                rows = SlotRows(numbers, hopper.empty(3, ceil_div(count, 16) + 4, dtype=I64), numbers, 16, [])
+                rows = make_rows(hopper, count)
                 for sums in (hopper.empty(1, count, len(ends) * ranks, dtype=F32), hopper.empty(1, count, 4 * ranks)):
                     reduced, out = Reduced(sums, sums.dtype == torch.bfloat16), hopper.empty(count, ends[-1])
                     expand(reduced, out, bank, rows)
                     if len(ends) == 2:
                         assert gated(reduced, out, bank, rows, "silu").shape == (count, inner)
                     if len(ends) == 1:
-                        normed(reduced, out, torch.empty_like(out), Norm(hopper.empty(width), 1e-5), bank, rows)
+                        normed(reduced, out, torch.empty_like(out), norm, bank, rows)
     assert set(hopper.own) == {"expand", "expand_norm"}
+
+
+def test_products_with_adapters(hopper: Recording):
+    """Of a row or two, and what is between two products."""
+    product_with, chained = (find_own(hopper.card, own) for own in (ADAPTED_LINEAR, ADAPTED_NORM))
+    assert product_with is not None and chained is not None
+    for (width, inner), ranks in product(DENSE[::3], (16, 32, 256)):
+        gate_up, down = (make_bank(hopper, ends, ranks, size) for ends, size in (
+            ((inner, 2 * inner), width), ((width,), inner)
+        ))
+        for count in (1, 2, 200, 512):
+            x, residual, norm = hopper.empty(count, width), hopper.empty(count, width), Norm(hopper.empty(width), 1e-5)
+            hidden, rows = hopper.empty(count, inner), make_rows(hopper, count)
+            for before in (None, (residual, norm)):
+                found = product_with(x, hopper.empty(2 * inner, width), None, gate_up, rows, "silu", before)
+                assert found is None or found[0].shape == (count, inner)
+            for following in (None, gate_up):
+                found = chained(hidden, x, residual, norm, down, following, rows)
+                assert found is None or (found[0].shape == x.shape and (found[2] is None) == (following is None))
+    assert {"plain_rows", "adapted_norm"} <= set(hopper.own)
+
+
+def test_sparse_attention(hopper: Recording):
+    shape = {"head_dim": 512, "rotary_dim": 64, "packed": 1}
+    attend = find_own(hopper.card, ATTEND_SLOTS, **shape)
+    score, select = (find_own(hopper.card, own, **shape | {"head_dim": 128}) for own in (INDEX_SCORES, SELECT_ENTRIES))
+    assert attend is not None and score is not None and select is not None
+    slots = Slots(hopper.empty(9, 64, 576, dtype=U8), hopper.empty(9, 64, 8, dtype=U8))
+    angles = hopper.empty(99, 64, dtype=F32)
+    keys = Slots(hopper.empty(9, 64, 128, dtype=U8), hopper.empty(9, 64, KEY_SCALE_BYTES, dtype=U8))
+    for heads, rows in product((1, 8, 16, 64, 65, 128), ROWS):
+        numbers, everything = hopper.empty(rows, dtype=I64), slice(None)
+        queries = Queries(hopper.empty(rows, heads, 512), numbers, angles, 1e-6)
+        for seen, others in ((128, 0), (128, 512), (1, 2048)):
+            window, entries = (SeenSlots(slots, hopper.empty(rows, own, dtype=I64), numbers) for own in (seen, others))
+            out = attend(
+                queries, window, entries if others else None, sinks=hopper.empty(heads, dtype=F32), scale=0.04
+            )
+            assert out.shape == queries.q.shape
+        for longest in (1, 4096, 4097, 1 << 18):
+            view = EntryView(hopper.empty(8, ceil_div(longest, 64), dtype=I32), numbers, numbers, longest, rows, None)
+            weights, about = hopper.empty(rows, heads, dtype=F32), dict(top_k=512, tokens=everything)
+            scores = score(queries._replace(q=hopper.empty(rows, heads, 128)), weights, keys, view, scale=1.0, **about)
+            assert scores.shape == (rows, longest) and select(scores, view, per_page=64, **about).shape == (rows, 512)
+    assert set(hopper.own) == {"sparse_attention", "index_scores", "select_entries"}
+
+
+@pytest.mark.parametrize("card", [*HOPPERS, *OTHERS], ids=lambda card: card.name)
+def test_collectives(card: Card, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    for dtype, ranks in product((torch.bfloat16, F32), (2, 3, 8)):
+        with pretend(monkeypatch, card) as gpu:
+            group = PushCollectives([1 << 41] * ranks, 0, card.device)
+            for (width, _), rows in product(DENSE[::4], ROWS[::2]):
+                x, weight = gpu.empty(rows, width, dtype=dtype), gpu.empty(width, dtype=dtype)
+                sums = gpu.empty(4, rows, width, dtype=F32)
+                for out in (group.all_reduce(x), group.all_reduce(x, torch.empty_like(x)), group.broadcast(x)):
+                    assert out is None or out.shape == x.shape
+                for pending in (x, sums):
+                    found = group.reduce_add_norm(pending, torch.empty_like(x), weight, eps=1e-5, offset=0.0)
+                    assert found is None or found[0].shape == x.shape
+                gathered, parts = group.all_gather(x), group.exchange(gpu.empty(ranks, rows, dtype=dtype))
+                assert gathered is None or gathered.shape == (rows, ranks * width)
+                assert parts is None or parts.shape == (ranks, rows)
+            assert set(gpu.own) == {"collective"}
 
 
 @pytest.mark.parametrize("card", OTHERS, ids=lambda card: card.name)
