@@ -99,7 +99,7 @@ class IdleExecutor:
             eos_ids=[], num_parameters=0, page_size=PAGE_SIZE, num_kv_tokens=NUM_PAGES * PAGE_SIZE,
         )
         self.memory, self.experts, self.hot_slots = [MemoryLine("weights", 0)], ExpertStats(), HotSlotStats()
-        self.late_kernels = 0
+        self.late_kernels, self.fallen_back = 0, ()
         self._step_s, self._prompt_s = step_s, prompt_s
         self._threads = BusyThreads(num_threads) if num_threads else None
         self._free_at = 0.0
