@@ -270,7 +270,7 @@ FIELDS = {
     "url": "http, https, a data URI, or a file that the server may read.",
     "detail": "`low` shrinks the image to 512 pixels first; other values have no effect.",
     "source": "Where the image comes from.",
-    "data": "The content, as base64.",
+    "data": "The content, as base64.", "RedactedBlock.data": "Reasoning that another server has encrypted; left out.",
     "file_id": "Refused: files are not stored.",
     # embeddings and scores
     "dimensions": "Keep the first so many values of each embedding, at unit length.",

@@ -173,7 +173,8 @@ async def test_history_reaches_the_template(api, client):
     history = [
         USER,
         {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "So:"},
+            {"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking", "data": "Eo=="},
+            {"type": "text", "text": "So:"},
             {"type": "tool_use", "id": "c1", "name": "get_weather", "input": INPUT},
             {"type": "tool_use", "id": "c2", "name": "noop", "input": {}},
         ]},

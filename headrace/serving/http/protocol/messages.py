@@ -62,6 +62,12 @@ class ThinkingBlock(Struct, kw_only=True, tag_field="type", tag="thinking"):
     cache_control: CacheControl | None = None
 
 
+class RedactedBlock(Struct, kw_only=True, tag_field="type", tag="redacted_thinking"):
+    """Reasoning that another server has encrypted; left out."""
+
+    data: str
+
+
 class ToolUseBlock(Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A call the assistant made."""
 
@@ -81,7 +87,7 @@ class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result")
     cache_control: CacheControl | None = None
 
 
-Block = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
 
 
 class Turn(Struct, kw_only=True):

@@ -38,7 +38,7 @@ BODY, COUNT_BODY = JsonBody(wire.MessagesRequest), JsonBody(wire.CountRequest)
 FIELD_NAMES = {"max_tokens": "max_tokens"}
 ROLES: dict[type, tuple[str, str]] = {
     wire.ToolResultBlock: ("user", "tool_result"), wire.ToolUseBlock: ("assistant", "tool_use"),
-    wire.ThinkingBlock: ("assistant", "thinking"),
+    wire.ThinkingBlock: ("assistant", "thinking"), wire.RedactedBlock: ("assistant", "redacted_thinking"),
 }
 """The role that may send a block, and the block's type."""
 

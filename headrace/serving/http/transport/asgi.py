@@ -153,9 +153,7 @@ class AppFront:
         """See `Front`."""
         cast("_Exchange", request.answering).note_body()
 
-    def take(self, request: ClientRequest) -> None:
-        """See `Front`."""
-        cast("_Exchange", request.answering).note_body()
+    take = note_body
 
     def refuse(self, request: ClientRequest, error: HeadraceError) -> None:
         """See `Front`."""
