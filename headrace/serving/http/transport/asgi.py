@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Scope
@@ -28,29 +28,22 @@ EXTENSION = "headrace.body"
 when middleware reads response bodies."""
 
 
-class BodyWriter:
+class BodyWriter(Protocol):
     """Writes pieces of a response body directly, without the awaits and wrappers of ``send``, which are most of the
-    cost of a streamed token."""
-
-    __slots__ = ("_request",)
-
-    def __init__(self, request: ClientRequest):
-        self._request = request
+    cost of a streamed token: a `ClientRequest`."""
 
     @property
     def is_free(self) -> bool:
         """Whether a piece can be written now: the stream is open and the client keeps up. Otherwise use ``send``."""
-        return self._request.is_stream and not self._request.is_slow
 
     def write(self, piece: bytes) -> None:
         """Send a non-empty piece as one chunk."""
-        self._request.write(piece)
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
     """The writer of this request's response, if there is one."""
-    found = scope.get("extensions", {}).get(EXTENSION, {}).get("writer")
-    return found if isinstance(found, BodyWriter) else None
+    writer: BodyWriter | None = scope.get("extensions", {}).get(EXTENSION, {}).get("writer")
+    return writer
 
 
 def drop_writer(scope: Scope) -> None:
@@ -64,21 +57,14 @@ class _Exchange:
     def __init__(self, request: ClientRequest):
         self._request = request
         self._changed = asyncio.Event()  # more of the body has come, or the client has read, or has left
-        self._error: HeadraceError | None = None
+        self.error: HeadraceError | None = None  # something is wrong with the body
         self._has_whole_body = False  # and told the application so
 
-    def note_body(self, error: HeadraceError | None = None) -> None:
-        """More of the body has come, or something is wrong with it."""
-        self._error = error or self._error
+    def wake(self) -> None:
+        """Look again at the request. See also `Answering`."""
         self._changed.set()
 
-    def abort(self) -> None:
-        """See `Answering`."""
-        self._changed.set()
-
-    def resume(self) -> None:
-        """See `Answering`."""
-        self._changed.set()
+    abort = resume = wake
 
     async def run(self, app: ASGIApp) -> None:
         """Let the application answer."""
@@ -97,8 +83,8 @@ class _Exchange:
         request = self._request
         request.invite_body()
         while not (request.is_lost or request.is_ended):
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if request.parts or (request.is_whole and not self._has_whole_body):
                 body, self._has_whole_body = request.take_body(), request.is_whole
                 request.wire.note_progress()
@@ -141,7 +127,7 @@ class AppFront:
         request.scope.update({
             "asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "", "state": {},
             "server": request.wire.transport.get_extra_info("sockname")[:2],
-            "extensions": {EXTENSION: {"writer": BodyWriter(request)}},
+            "extensions": {EXTENSION: {"writer": request}},
         })
         request.body_limit, request.most_unread = NO_LIMIT, MAX_UNREAD_BYTES  # the application has its own limit
         exchange = request.answering = _Exchange(request)
@@ -151,13 +137,15 @@ class AppFront:
 
     def note_body(self, request: ClientRequest) -> None:
         """See `Front`."""
-        cast("_Exchange", request.answering).note_body()
+        cast("_Exchange", request.answering).wake()
 
     take = note_body
 
     def refuse(self, request: ClientRequest, error: HeadraceError) -> None:
         """See `Front`."""
-        cast("_Exchange", request.answering).note_body(error)
+        exchange = cast("_Exchange", request.answering)
+        exchange.error = error
+        exchange.wake()
 
     def complete_head(self, request: ClientRequest, headers: RawHeaders) -> RawHeaders:
         """See `Front`."""

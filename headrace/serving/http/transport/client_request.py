@@ -109,9 +109,9 @@ class ClientRequest:
         return self.wire.is_paused
 
     @property
-    def is_stream(self) -> bool:
-        """Whether a response is being sent in chunks."""
-        return self._is_chunked and not (self.is_ended or self.is_lost)
+    def is_free(self) -> bool:
+        """Whether a response is being sent in chunks to a client that keeps up with it."""
+        return self._is_chunked and not (self.is_ended or self.is_lost or self.wire.is_paused)
 
     @property
     def is_full(self) -> bool:
