@@ -32,6 +32,7 @@ import msgspec
 
 from headrace.base import env
 from headrace.base.errors import HeadraceError
+from headrace.kernels.sharing import alone
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +173,13 @@ class CompileWorkers:
         return True
 
     def compile(self, message: bytes) -> bool:
-        """Compile a job into the cache; False if that failed, in whatever way: the caller then compiles it itself."""
+        """Compile a job into the cache, or wait for another process that does; False if that failed, in whatever way.
+        The caller then looks into the cache, and compiles it itself if it is not there."""
+        lock = self._folder / f"{hashlib.sha256(message).hexdigest()[:20]}.lock"
         try:
-            with _alone(self._folder, message):
-                return self.ask(message) == b"done\n"
+            # ranks find the same kernels at the same time: one has a kernel compiled, and the others then find it
+            with alone(lock, JOB_SECONDS) as was_done:
+                return was_done or self.ask(message) == b"done\n"
         except OSError as error:
             logger.debug("a process that compiles kernels ended: %s", error)
             return False
@@ -192,19 +196,6 @@ class CompileWorkers:
     def were_started(self) -> bool:
         """Whether any ever were on this machine, as far as its cache tells."""
         return self._lock.exists()
-
-
-@contextmanager
-def _alone(folder: Path, message: bytes) -> Iterator[None]:
-    """In the body no other process asks for the same job. Ranks find the same kernels at the same time: one has a
-    kernel compiled, and the others then find it in the cache."""
-    own = folder / f"{hashlib.sha256(message).hexdigest()[:20]}.lock"
-    with own.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            own.unlink(missing_ok=True)  # whoever opens it anew asks again: no harm
 
 
 @contextmanager

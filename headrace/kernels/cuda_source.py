@@ -1,5 +1,5 @@
-"""Own CUDA C++: compiled once by the NVRTC that comes with torch, cached on disk, loaded and launched through the
-driver API.
+"""Own CUDA C++, which ``nvrtc.py`` compiles: waited for or found in a dry run, loaded and launched through the driver
+API.
 
 Needs neither a CUDA toolkit nor torch's headers. Linux only. Knows no kernel by name.
 """
@@ -7,35 +7,28 @@ Needs neither a CUDA toolkit nor torch's headers. Linux only. Knows no kernel by
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import re
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache, wraps
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from headrace.base import env
-from headrace.base.errors import HeadraceError
+from headrace.kernels import nvrtc
 from headrace.kernels.late import note_compiled
+from headrace.kernels.nvrtc import CudaSourceError, Source, describe_for
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
-INCLUDE = re.compile(rb'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 # values of the driver API's enumerations, from cuda.h
 MOST_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``"""
@@ -76,9 +69,6 @@ def count_sms(device: torch.device) -> int:
 NOT_YET = b""
 """The code of a kernel that others are compiling; see `compiled_by`."""
 
-Source = tuple[str, tuple[str, ...]]
-"""What `compile_source` takes."""
-
 
 class Compiling:
     """Sources that others compile: ``futures`` of all. In a dry run ``submit`` takes further ones."""
@@ -112,10 +102,6 @@ class Compiling:
 
 _compiling: ContextVar[Compiling | None] = ContextVar("compiling", default=None)
 _num_not_yet = 0
-
-
-class CudaSourceError(HeadraceError):
-    """An error of NVRTC or the driver, with its message."""
 
 
 FAULTS = CudaSourceError, OSError, AttributeError
@@ -179,33 +165,6 @@ def fallen_back() -> tuple[str, ...]:
     return tuple(f"{instead}: {reason}" for instead, reason in _fallen_back.items())
 
 
-def _open_nvrtc() -> ctypes.CDLL:
-    """NVRTC of the nvidia packages that torch installs, or the system's; beside a torch without CUDA the newest that is
-    installed. Raises `OSError` if there is none."""
-    version = "[0-9]*" if torch.version.cuda is None else torch.version.cuda.split(".")[0]
-    spec = find_spec("nvidia")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
-    found = [path for folder in folders for path in sorted(folder.glob(f"*/lib/libnvrtc.so.{version}"))]
-    if not found:
-        return ctypes.CDLL("libnvrtc.so" if torch.version.cuda is None else f"libnvrtc.so.{version}")
-    newest = max(found, key=lambda path: [int(part) for part in path.name.split(".so.")[1].split(".")])
-    # NVRTC loads its builtins by bare name, which is not on the search path: load them first
-    for builtins in sorted(newest.parent.glob("libnvrtc-builtins.so.*")):
-        ctypes.CDLL(str(builtins))
-    return ctypes.CDLL(str(newest))
-
-
-def find_nvrtc() -> tuple[int, int]:
-    """The version of NVRTC, without which no own kernel can be compiled. Raises `OSError` if there is none."""
-    return _read_version(_open_nvrtc())
-
-
-def _read_version(nvrtc: ctypes.CDLL) -> tuple[int, int]:
-    major, minor = c_int(), c_int()
-    nvrtc.nvrtcVersion(byref(major), byref(minor))
-    return major.value, minor.value
-
-
 def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     """The cubin of ``csrc/cuda/<name>.cu``, from the cache or compiled in seconds; `NOT_YET` in a dry run. ``options``
     are nvcc's and include the architecture. Raises `CudaSourceError`."""
@@ -214,28 +173,22 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     if compiling is not None and compiling.is_wanted(source):  # asked again for every layer and step
         _num_not_yet += 1
         return NOT_YET
-    nvrtc = _open_nvrtc()
-    path = _locate(nvrtc, name, options)
+    library = nvrtc.open_nvrtc()
+    path = nvrtc.locate(library, name, options)
     if not os.path.exists(path) and compiling is not None and compiling.want(source):
         _num_not_yet += 1
         return NOT_YET
     if os.path.exists(path):  # False also without permission to look
         return path.read_bytes()
     began = time.perf_counter()
-    code = _compile(nvrtc, read_source(name), name, options)
-    _store(path, code)
-    seconds = time.perf_counter() - began
-    logger.info("compiled %s.cu in %.1f s", name, seconds)
-    note_compiled(f"{name}.cu {' '.join(options)}", seconds)
+    code = nvrtc.compile_into(path, library, name, options)
+    note_compiled(f"{name}.cu {' '.join(options)}", time.perf_counter() - began)
     return code
 
 
 def describe_source(name: str, device: torch.device, /, **macros: int) -> Source:
     """``csrc/cuda/<name>.cu`` with these macros, whose names are in capitals there, for a device."""
-    major, minor = torch.cuda.get_device_capability(device)
-    specific = "a" if major >= 9 else ""  # with what only that generation has, such as wgmma
-    defines = (f"-D{macro.upper()}={value}" for macro, value in macros.items())
-    return name, (f"-arch=sm_{major}{minor}{specific}", "-std=c++17", *defines)
+    return describe_for(name, torch.cuda.get_device_capability(device), **macros)
 
 
 def load_kernel(
@@ -245,55 +198,6 @@ def load_kernel(
     unless cached. Raises `CudaSourceError` and `OSError`."""
     with torch.cuda.device(device):
         return CudaKernel(compile_source(*describe_source(name, device, **macros)), entry or name, shared_bytes)
-
-
-def read_source(name: str) -> bytes:
-    """``csrc/cuda/<name>.cu`` with the text of what it includes."""
-    return INCLUDE.sub(lambda line: (FOLDER / line[1].decode()).read_bytes(), (FOLDER / f"{name}.cu").read_bytes())
-
-
-def _locate(nvrtc: ctypes.CDLL, name: str, options: tuple[str, ...]) -> Path:
-    """Where the cache has a source."""
-    digest = hashlib.sha256(repr((read_source(name), options, *_read_version(nvrtc))).encode()).hexdigest()[:20]
-    return env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
-
-
-def _store(path: Path, code: bytes) -> None:
-    # Written aside and renamed, which is atomic: processes may compile the same source at once, in containers that
-    # share the cache even under the same process id.
-    partial = path.with_suffix(f".{secrets.token_hex(8)}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(code)
-        partial.replace(path)
-    except OSError as error:
-        logger.warning("own CUDA C++ is compiled at every start, as it cannot be cached: %s", error)
-        with suppress(OSError):
-            partial.unlink()
-
-
-def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, ...]) -> bytes:
-    program = c_void_p()
-    nvrtc.nvrtcCreateProgram(byref(program), c_char_p(source), f"{name}.cu".encode(), 0, None, None)
-    failed = nvrtc.nvrtcCompileProgram(
-        program, len(options), (c_char_p * len(options))(*(option.encode() for option in options))
-    )
-    # a cubin, not PTX: the options name a real architecture (sm_90a), so nothing is compiled when it is loaded
-    text = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
-    nvrtc.nvrtcDestroyProgram(byref(program))
-    if failed:
-        log = text.rstrip(b"\0").decode(errors="replace").strip()
-        raise CudaSourceError(f"{name}.cu: {log[:2000]}")
-    return text
-
-
-def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
-    """The bytes that ``nvrtcGet<what>`` copies."""
-    size = c_size_t()
-    getattr(nvrtc, f"nvrtcGet{what}Size")(program, byref(size))
-    data = ctypes.create_string_buffer(size.value)
-    getattr(nvrtc, f"nvrtcGet{what}")(program, data)
-    return data.raw
 
 
 @cache

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 DRIVER = "libcuda.so.1"
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
 """There is one of these where there is an NVIDIA GPU; found without torch."""
+CAPABILITY = (75, 76)
+"""``CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`` and ``_MINOR``"""
 
 
 def start_early() -> None:
@@ -28,10 +30,31 @@ def start_early() -> None:
         workers.start()
 
 
+def find_capability() -> tuple[int, int] | None:
+    """The compute capability of the first GPU that this process sees; None where there is none.
+    Initialises the driver, without torch."""
+    try:
+        driver, device, number = ctypes.CDLL(DRIVER), ctypes.c_int(), ctypes.c_int()
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+            return None
+        found = []
+        for attribute in CAPABILITY:
+            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+            found.append(number.value)
+        return found[0], found[1]
+    except (OSError, AttributeError):
+        return None
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU, as far as the system tells."""
+    return any(path.exists() for path in DRIVER_FILES)
+
+
 def open_driver() -> bool:
     """Initialise the CUDA driver on a thread, which takes the driver up to a second and holds none of Python's locks.
     Returns at once; False where there is no GPU. CUDA must not be used in forked copies of the process."""
-    if not any(path.exists() for path in DRIVER_FILES):
+    if not has_gpu():
         return False
     Thread(target=_initialise, name="cuda-driver", daemon=True).start()
     return True

@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import HeadraceError
 from headrace.kernels.compile_workers import SourceJob, describe_job, find_workers
-from headrace.kernels.cuda_source import FOLDER as CUDA_FOLDER
-from headrace.kernels.cuda_source import Compiling, Source, compile_source, compiled_by
+from headrace.kernels.cuda_source import Compiling, compile_source, compiled_by
+from headrace.kernels.nvrtc import FOLDER as CUDA_FOLDER
+from headrace.kernels.nvrtc import Source
 
 logger = logging.getLogger(__name__)
 

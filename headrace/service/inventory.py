@@ -224,7 +224,7 @@ def _native() -> Finding:
 
 def _compiler(machine: Machine) -> Finding:
     """What compiles own kernels for GPUs, in whose place slower ones run without it."""
-    from headrace.kernels.cuda_source import find_nvrtc
+    from headrace.kernels.nvrtc import find_nvrtc
 
     kind, name = "kernel compiler", "nvrtc"
     devices = tuple(device for device, _, _ in machine.devices if device == "cuda")

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from headrace.kernels import cuda_source
+from headrace.kernels import nvrtc
 from headrace.service import inventory as inventory_module
 from headrace.service.inventory import BROKEN, OK, UNAVAILABLE, Finding, Machine, find_machine, take_inventory
 from headrace.serving.cli import check
@@ -98,10 +98,10 @@ def test_the_summary_tells_that_a_gpu_runs_slower_kernels(monkeypatch: pytest.Mo
     def fail() -> None:
         raise OSError("libnvrtc.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(cuda_source, "find_nvrtc", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "find_nvrtc", lambda: (13, 0))
     found = inventory_module._compiler(WITH_GPU)
     assert (found.status, found.devices, found.detail[:5]) == (OK, ("cuda",), "13.0:")
-    monkeypatch.setattr(cuda_source, "find_nvrtc", fail)
+    monkeypatch.setattr(nvrtc, "find_nvrtc", fail)
     assert inventory_module._compiler(LAPTOP).status == UNAVAILABLE
     text = "\n".join(lines_of(list(check.summarize(WITH_GPU, [inventory_module._compiler(WITH_GPU)], 80))))
     words = " ".join(text.split())

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
-from headrace.kernels import compile_workers, cuda_source
+from headrace.kernels import compile_workers, cuda_source, nvrtc
 from headrace.kernels import precompile as precompile_module
 from headrace.kernels.compile_workers import CompileWorkers
 from headrace.kernels.late import LateKernels, note_compiled
@@ -326,8 +326,8 @@ def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedD
 def test_own_cuda_is_compiled_beside_kernels(gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch):
     done: list[tuple[str, tuple[str, ...]]] = []
     monkeypatch.setattr(precompile_module, "compile_source", lambda *source: done.append(source))
-    monkeypatch.setattr(cuda_source, "_open_nvrtc", lambda: None)
-    monkeypatch.setattr(cuda_source, "_locate", lambda *_: Path("/nowhere"))
+    monkeypatch.setattr(nvrtc, "open_nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "locate", lambda *_: Path("/nowhere"))
 
     def run() -> None:
         for _ in range(2):
@@ -459,8 +459,8 @@ def test_own_cuda_found_ahead_is_waited_for(gpu: PretendedDriver, monkeypatch: p
     workers, path = PretendedWorkers(), tmp_path / "streams.cubin"
     monkeypatch.setattr(precompile_module, "find_workers", lambda: workers)
     monkeypatch.setattr(precompile_module, "compile_source", lambda *source: path.write_bytes(b"code"))
-    monkeypatch.setattr(cuda_source, "_open_nvrtc", lambda: None)
-    monkeypatch.setattr(cuda_source, "_locate", lambda *_: path)
+    monkeypatch.setattr(nvrtc, "open_nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "locate", lambda *_: path)
 
     def run() -> None:
         assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == cuda_source.NOT_YET

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from headrace.kernels import cuda_source
+from headrace.kernels import cuda_source, nvrtc
 from headrace.kernels.cuda_source import RESERVED_BYTES
 from headrace.kernels.operation import count_block_bytes
 
@@ -145,7 +145,7 @@ CLUSTER = re.compile(rb"__cluster_dims__\((\w+),")
 
 def find_cluster(source: str, macros: dict[str, int]) -> int:
     """Blocks of a cluster of a source's kernels: a macro, or a constant that it states as a number."""
-    text = cuda_source.read_source(source)
+    text = nvrtc.read_source(source)
     found = CLUSTER.search(text)
     if found is None:
         return 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import headrace.kernels
-from headrace.kernels import cuda_source
+from headrace.kernels import cuda_source, nvrtc
 from headrace.kernels.coded_linear import CODED_LINEAR
 from headrace.kernels.moe import CODED_EXPERTS, GROUPED_LINEAR, RUN_EXPERTS
 from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, count_block_bytes
@@ -50,7 +50,7 @@ def read_source(target: str) -> str:
 def is_for_hopper(target: str) -> bool:
     """Whether a module's kernels multiply by wgmma, which Hopper alone has."""
     text = read_source(target)
-    sources = map(cuda_source.read_source, LOADED.findall(text))
+    sources = map(nvrtc.read_source, LOADED.findall(text))
     return "experimental.gluon" in text or any(b"wgmma.mma_async" in source for source in sources)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import signal
 import socket
 import subprocess
@@ -17,8 +18,9 @@ import psutil
 import pytest
 import torch
 
-from headrace.kernels import compile_workers, cuda_source, early
+from headrace.kernels import compile_workers, cuda_source, early, nvrtc
 from headrace.kernels.compile_workers import CompileWorkers
+from headrace.kernels.sharing import alone
 
 HANGS = """
 import os, sys, time, types
@@ -89,10 +91,11 @@ def test_ranks_share_them(no_torch: Path) -> None:
     assert not other.were_started and own.start() and other.start() and other.were_started
     assert other._first is None and other.ask(b"no job") == b"failed\n"
     assert (folder / compile_workers.SOCKET).stat().st_mode & 0o777 == 0o600
-    with ThreadPoolExecutor(2) as pool, compile_workers._alone(folder, b"a job"):
+    lock = folder / f"{hashlib.sha256(b'a job').hexdigest()[:20]}.lock"
+    with ThreadPoolExecutor(2) as pool, alone(lock):
         same, another = pool.submit(other.compile, b"a job"), pool.submit(other.compile, b"another job")
         assert another.result(60) is False and not same.done()
-    assert same.result(60) is False
+    assert same.result(60), "whoever was waited for has done it"
     first = own._first
     assert first is not None
     del own
@@ -158,8 +161,8 @@ class Nvrtc:
 
 def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
-    monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
+    monkeypatch.setattr(nvrtc, "open_nvrtc", Nvrtc)
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
     wanted: list[cuda_source.Source] = []
 
     @cuda_source.cache_compiled
@@ -180,10 +183,10 @@ def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, mon
         kernel.launch(1, 32, is_dependent=True)  # nothing, without a GPU
         assert kernel.count_resident(32) == 1
     assert wanted == [("streams", ("-arch=sm_90a", "-DBLOCKS=1"))], "once, though every layer asks"
-    monkeypatch.setattr(cuda_source, "_compile", lambda *_: (_ for _ in ()).throw(cuda_source.CudaSourceError("no")))
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: (_ for _ in ()).throw(cuda_source.CudaSourceError("no")))
     with pytest.raises(cuda_source.CudaSourceError):
         can_find("streams")  # neither was cached, so that callers can choose another kernel
-    monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
     assert find("streams", blocks=1) == [b"code"] and find("streams", blocks=1) is find("streams", blocks=1)
 
 
@@ -206,14 +209,14 @@ def test_a_dry_run_launches_no_kernel_that_is_loaded(monkeypatch: pytest.MonkeyP
 
 
 def test_own_cuda_is_compiled_with_what_it_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in cuda_source.FOLDER.glob("*.cu"):
-        assert b"#include" not in cuda_source.read_source(path.stem), path.name
+    for path in nvrtc.FOLDER.glob("*.cu"):
+        assert b"#include" not in nvrtc.read_source(path.stem), path.name
     source, header = tmp_path / "scale.cu", tmp_path / "numbers.cuh"
     source.write_text('// doubles\n#include "numbers.cuh"\nkernel();\n')
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cuda_source, "FOLDER", tmp_path)
-    monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
-    monkeypatch.setattr(cuda_source, "_compile", lambda nvrtc, text, *_: text)
+    monkeypatch.setattr(nvrtc, "FOLDER", tmp_path)
+    monkeypatch.setattr(nvrtc, "open_nvrtc", Nvrtc)
+    monkeypatch.setattr(nvrtc, "_compile", lambda library, text, *_: text)
     for factor in (b"2", b"3"):  # another header is another source: the cache does not give the first one again
         header.write_bytes(b"factor = " + factor)
         code = cuda_source.compile_source("scale", ("-arch=sm_90a",))
@@ -225,13 +228,13 @@ def test_own_cuda_runs_where_it_cannot_be_cached(
 ) -> None:
     (tmp_path / "cache").touch()  # in place of a folder
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
-    monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
+    monkeypatch.setattr(nvrtc, "open_nvrtc", Nvrtc)
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
     assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
     assert "cannot be cached" in caplog.text
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "other"))
     assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
-    monkeypatch.setattr(cuda_source, "_compile", lambda *_: pytest.fail("it is cached"))
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: pytest.fail("it is cached"))
     assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
     assert [path.suffix for path in (tmp_path / "other" / "cuda").iterdir()] == [".cubin"]
 

@@ -19,11 +19,11 @@ pytest.importorskip("triton", reason="modules that ask for the sources import Tr
 
 from cuda_source_cases import CASES
 
-from headrace.kernels import cuda_source
+from headrace.kernels import cuda_source, nvrtc
 from headrace.kernels.cuda_source import Compiling, CudaSourceError, Source, compiled_by
 from headrace.kernels.streams import groups as streams_groups
 
-SOURCES = sorted(path.stem for path in cuda_source.FOLDER.glob("*.cu"))
+SOURCES = sorted(path.stem for path in nvrtc.FOLDER.glob("*.cu"))
 HOPPER, AMPERE = (9, 0), (8, 0)
 NUM_SMS = 132
 ARCHITECTURE = b"__CUDA_ARCH__"
@@ -46,7 +46,7 @@ def list_sources(name: str, capability: tuple[int, int] = HOPPER) -> tuple[Sourc
         return Future()
 
     with pytest.MonkeyPatch.context() as patch, compiled_by(Compiling({}, take)):
-        patch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
+        patch.setattr(nvrtc, "open_nvrtc", Nvrtc)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         patch.setattr(streams_groups, "count_sms", lambda device: NUM_SMS)
@@ -66,7 +66,7 @@ def require_nvrtc() -> None:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip(f"there is no NVRTC for {sys.platform} on {platform.machine()}")
     try:
-        cuda_source._open_nvrtc()
+        nvrtc.open_nvrtc()
     except OSError as error:
         pytest.skip(f"NVRTC is not installed (PyPI: nvidia-cuda-nvrtc): {error}")
 
@@ -79,7 +79,7 @@ def test_each_source_has_cases():
 def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require_nvrtc()
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    has_older = ARCHITECTURE in cuda_source.read_source(name)
+    has_older = ARCHITECTURE in nvrtc.read_source(name)
     for source in (*list_sources(name), *(list_sources(name, AMPERE)[-1:] if has_older else ())):
         try:
             code = cuda_source.compile_source(*source)
@@ -97,8 +97,8 @@ def read_comment(text: str) -> str:
 
 def list_files(name: str) -> list[Path]:
     """A source and the headers that it includes."""
-    path = cuda_source.FOLDER / f"{name}.cu"
-    return [path, *(path.parent / header.decode() for header in cuda_source.INCLUDE.findall(path.read_bytes()))]
+    path = nvrtc.FOLDER / f"{name}.cu"
+    return [path, *(path.parent / header.decode() for header in nvrtc.INCLUDE.findall(path.read_bytes()))]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -152,5 +152,5 @@ def test_cases_compile_every_line():
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if number not in found and line.strip() and not CONDITION.match(line)
     ]
-    assert set(compiled) == set(cuda_source.FOLDER.glob("*.cu*")), "headers that no source includes"
+    assert set(compiled) == set(nvrtc.FOLDER.glob("*.cu*")), "headers that no source includes"
     assert not left, "no case compiles\n" + "\n".join(left)

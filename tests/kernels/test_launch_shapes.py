@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from pretended import H200, HOPPERS, OTHERS, Card, RecordedKernel, Recording, Refused, check_map, pretend
 
-from headrace.kernels import cuda_source
+from headrace.kernels import cuda_source, nvrtc
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace
 from headrace.kernels.coded_linear import CODED_FLOAT, CODED_GATED, CODED_NORM_LINEAR, CODED_SUMS, choice
@@ -458,7 +458,7 @@ def test_nothing_of_hopper_is_compiled_elsewhere(card: Card, monkeypatch: pytest
                     run(x, ids, factors, *stacks, SILU)
         assert bool(gpu.sources) == (card.capability[0] == 10)
         for name, options in gpu.sources:
-            assert b"wgmma.mma_async" not in cuda_source.read_source(name) and options[0] == "-arch=sm_100a"
+            assert b"wgmma.mma_async" not in nvrtc.read_source(name) and options[0] == "-arch=sm_100a"
 
 
 def test_what_a_driver_refuses_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@
 //
 // Compiled by NVRTC. -DWORLD: ranks, 2 to 8. -DTYPE: 0 float32, 1 bfloat16, 2 float16. -DPART: the kernels to compile, as
 // all of them at once take seconds: 1 and 2 sums in so many steps, 3 sums of what copy engines have moved, 4 gathers and
-// exchanges.
+// exchanges. -DCOUNT, of parts 1 to 3: vectors of a thread and row.
 
 #include "mailbox.cuh"
 
@@ -308,12 +308,11 @@ template <int VECTORS, bool NORM, bool TWO_STEPS> __device__ void reduce(const S
   extern "C" __global__ void __launch_bounds__(MOST_THREADS) sum_##VECTORS##_##NORM##_##STEPS(const Sum s) { \
     reduce<VECTORS, NORM, STEPS == 2>(s);                                                            \
   }
-#define SUMS(STEPS) \
-  SUM(1, 0, STEPS) SUM(1, 1, STEPS) SUM(2, 0, STEPS) SUM(2, 1, STEPS) SUM(4, 0, STEPS) SUM(4, 1, STEPS)
+#define SUMS(VECTORS, STEPS) SUM(VECTORS, 0, STEPS) SUM(VECTORS, 1, STEPS)
 #if PART == 1
-SUMS(1)
+SUMS(COUNT, 1)
 #elif PART == 2
-SUMS(2)
+SUMS(COUNT, 2)
 #endif
 
 // Sums of what copy engines have moved, while multiprocessors computed something else: by rows, as they are in memory.
@@ -361,8 +360,9 @@ template <int VECTORS, bool NORM> __device__ void add_sent(const Sent &sent) {
   extern "C" __global__ void __launch_bounds__(MOST_THREADS) sent_##VECTORS##_##NORM(const Sent sent) { \
     add_sent<VECTORS, NORM>(sent);                                                                      \
   }
+#define SENTS(VECTORS) SENT(VECTORS, 0) SENT(VECTORS, 1)
 #if PART == 3
-SENT(1, 0) SENT(1, 1) SENT(2, 0) SENT(2, 1) SENT(4, 0) SENT(4, 1)
+SENTS(COUNT)
 #endif
 
 // A packet holds two words, each with the tag of its call. Without a root every rank sends `words` words; with a root it

@@ -1,4 +1,4 @@
-"""Collectives of small messages among the GPUs of one host, by stores into each other's memory.
+"""Collectives of small messages among the GPUs of one host, by stores into each other's memory. Torch-free itself.
 
 W ranks, T tokens, D hidden size, S split-K partial sums.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.kernels.operation import KernelQuery, Operation, requires
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_RANKS = 8
 
@@ -129,11 +130,12 @@ def _reason_against_ranks(ranks: int) -> str | None:
     return None if ranks in range(2, MOST_RANKS + 1) else f"takes 2 to {MOST_RANKS} ranks, not {ranks}"
 
 
-def _reason_against(query: KernelQuery) -> str | None:
+def reason_against(query: KernelQuery) -> str | None:
+    """Why own kernels do not serve such ranks; None if they do."""
     return _on_gpu(query) or _reason_against_ranks(query.shape.get("ranks", 2))
 
 
 COLLECTIVES.add(
-    "push", "headrace.kernels.collective.push:PushCollectives", supports=_reason_against, priority=10,
+    "push", "headrace.kernels.collective.push:PushCollectives", supports=reason_against, priority=10,
     doc="own CUDA C++: every rank stores into its peers' memory",
 )

@@ -12,32 +12,16 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.collective import MOST_RANKS
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_source, load_kernel
+from headrace.kernels.collective import MOST_RANKS, parts
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, load_kernel
 
-SOURCE = "collective"
 VECTOR, CHUNK = 16, 8
-"""Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
-CONTROL_BYTES, MOST_THREADS, MOST_BLOCKS = 16384, 512, 1024
+"""Bytes of a vector, and vectors that have one owner: as in the source, like the next two."""
+CONTROL_BYTES, MOST_BLOCKS = 16384, 1024
 HOST_WORDS = MOST_RANKS + 2
 ABORTED, BUDGET = MOST_RANKS, MOST_RANKS + 1
 """Places among the host's words."""
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-VECTORS = (1, 2, 4)
-"""Of a thread and row."""
-ENTRIES = {
-    **{f"sum_{count}_{norm}_{steps}": steps for count in VECTORS for norm in (0, 1) for steps in (1, 2)},
-    **{f"sent_{count}_{norm}": 3 for count in VECTORS for norm in (0, 1)},
-    "gather": 4, "exchange": 4,
-}
-"""The kernels of the source, and the part of it that has each. Parts are compiled at the same time."""
-WORDS = torch.bfloat16
-"""For which type the kernels of part 4 are compiled, which move any."""
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up. That of `headrace.kernels.launch` needs Triton, and every engine imports this module."""
-    return -(-a // b)
+TYPES = {getattr(torch, name): number for name, number in parts.TYPES.items()}
 
 
 class Call(ctypes.Structure):
@@ -74,16 +58,11 @@ class Gather(ctypes.Structure):
     )
 
 
-def _list_macros(part: int, ranks: int, dtype: torch.dtype) -> dict[str, int]:
-    return {"WORLD": ranks, "TYPE": TYPES[WORDS if part == ENTRIES["gather"] else dtype], "PART": part}
-
-
 @cache
 def begin_compiling(ranks: int, dtype: torch.dtype, device: torch.device) -> list[Future[bytes]]:
     """Compile all kernels for a type into the cache on disk, a thread for each part: NVRTC does not hold Python's lock.
     Results raise `CudaSourceError` and `OSError`."""
-    parts = sorted(set(ENTRIES.values()))
-    sources = [describe_source(SOURCE, device, **_list_macros(part, ranks, dtype)) for part in parts]
+    sources = parts.list_sources(ranks, TYPES[dtype], torch.cuda.get_device_capability(device))
     threads = ThreadPoolExecutor(len(sources), "collectives")
     compiled = [threads.submit(compile_source, *source) for source in sources]
     threads.shutdown(wait=False)
@@ -93,7 +72,7 @@ def begin_compiling(ranks: int, dtype: torch.dtype, device: torch.device) -> lis
 @cache_compiled
 def find_kernel(entry: str, ranks: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
     """A kernel of the source, compiled (seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
-    return load_kernel(SOURCE, device, 0, entry, **_list_macros(ENTRIES[entry], ranks, dtype))
+    return load_kernel(parts.SOURCE, device, 0, entry, **parts.list_macros(entry, ranks, TYPES[dtype]))
 
 
 class Kernels:
@@ -108,7 +87,7 @@ class Kernels:
         """See `Collectives.prepare`."""
         for compiled in begin_compiling(self.ranks, dtype, self.device):
             compiled.result()
-        for entry in ENTRIES:
+        for entry in parts.ENTRIES:
             find_kernel(entry, self.ranks, dtype, self.device)
 
     def launch(self, entry: str, dtype: torch.dtype, rows: int, threads: int, call: ctypes.Structure) -> None:
@@ -133,12 +112,3 @@ def is_aligned(x: torch.Tensor) -> bool:
 def is_flat(x: torch.Tensor) -> bool:
     """Whether it is one row of memory that begins at a whole vector."""
     return x.is_contiguous() and x.data_ptr() % VECTOR == 0
-
-
-def shape_row(width: int) -> tuple[int, int]:
-    """Vectors of a thread, and threads of a block, for rows of ``width`` vectors, at most `MOST_WIDTH`."""
-    per_thread = next(count for count in VECTORS if width <= count * MOST_THREADS)
-    return per_thread, ceil_div(ceil_div(width, per_thread), 32) * 32
-
-
-MOST_WIDTH = MOST_THREADS * VECTORS[-1]

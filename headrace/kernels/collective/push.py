@@ -19,19 +19,16 @@ from headrace.kernels.collective.calls import (
     CONTROL_BYTES,
     HOST_WORDS,
     MOST_BLOCKS,
-    MOST_THREADS,
-    MOST_WIDTH,
     TYPES,
     VECTOR,
     Call,
     Gather,
     Kernels,
     Sum,
-    ceil_div,
     is_aligned,
     is_flat,
-    shape_row,
 )
+from headrace.kernels.collective.parts import MOST_THREADS, MOST_WIDTH, ceil_div, shape_row
 from headrace.kernels.collective.sent import SentSums, room_for
 
 BUDGET_SECONDS = 10.0

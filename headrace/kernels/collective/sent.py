@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.collective.calls import MOST_WIDTH, TYPES, VECTOR, Call, Kernels, Sent, Sum, is_aligned, shape_row
+from headrace.kernels.collective.calls import TYPES, VECTOR, Call, Kernels, Sent, Sum, is_aligned
+from headrace.kernels.collective.parts import MOST_WIDTH, shape_row
 from headrace.kernels.cuda_source import call_driver
 
 FLAGS = 64

@@ -11,6 +11,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import HeadraceError
 from headrace.kernels.early import start_early
 from headrace.models.reading import check_layout
+from headrace.parallel.early import compile_collectives
 from headrace.service.ending import end_with
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
@@ -25,6 +26,8 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     of base/errors."""
     if config.device.device != "cpu":
         start_early()
+        if config.parallel.tensor_parallel_size > 1:
+            compile_collectives(config.parallel.tensor_parallel_size)
     size = config.parallel.num_ranks
     launcher = choose_launcher(config, size, progress)
     if size == 1 and not config.parallel.shares_experts:
