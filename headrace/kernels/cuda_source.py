@@ -77,6 +77,9 @@ class Compiling:
         self, futures: dict[Source, Future[Any]], submit: Callable[[Source], Future[Any]] | None = None
     ):
         self._futures, self._submit, self._wanted = futures, submit, set[Source]()
+        self.unfinished: dict[Any, Any] = {}
+        """What functions of `cache_compiled` made in this dry run of kernels that are not compiled: each layer of each
+        step asks for it again."""
 
     @property
     def is_dry(self) -> bool:
@@ -126,13 +129,20 @@ def cache_compiled(make: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(make)
     def find(*args: P.args, **kwargs: P.kwargs) -> T:
-        key = (args, tuple(sorted(kwargs.items())))
+        global _num_not_yet
+        key, compiling = (args, tuple(sorted(kwargs.items()))), _compiling.get()
         if key in made:
             return made[key]
+        unfinished = {} if compiling is None or not compiling.is_dry else compiling.unfinished
+        if (make, key) in unfinished:
+            _num_not_yet += 1  # nor is what the caller makes of it
+            return unfinished[make, key]
         before = _num_not_yet
         found = make(*args, **kwargs)
         if _num_not_yet == before:
             made[key] = found
+        else:
+            unfinished[make, key] = found
         return found
 
     return find

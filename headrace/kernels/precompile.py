@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import HeadraceError
 from headrace.kernels.compile_workers import SourceJob, describe_job, find_workers
@@ -34,20 +33,36 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 8
 """Where there are no processes: a third of a compilation holds the GIL, sixteen threads were no faster than eight."""
 
-# functions whose result has arbitrary contents, see `_Zeros`
-UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
+UNFILLED = (
+    (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+"""Where functions are whose result has arbitrary contents; see `_zeros`."""
 
 FAULTS = (RuntimeError, AssertionError, AttributeError, TypeError, ValueError, LookupError, HeadraceError)
 """What a dry run may end with: kernels that it did not reach are compiled at their first launch."""
 
 
-class _Zeros(TorchFunctionMode):
-    """Makes new uninitialised tensors zero, since skipped launches do not fill them: torch operations that follow then
-    see a valid index and a finite number."""
+@contextmanager
+def _zeros() -> Iterator[None]:
+    """Makes new uninitialised tensors zero in the body, since skipped launches do not fill them: torch operations that
+    follow then see a valid index and a finite number. The functions themselves are replaced, also for other threads: a
+    mode of torch's would be called wherever a shape or an address is looked at, 2 us each and hundreds of thousands of
+    times."""
+    with ExitStack() as undo:
+        for owner, name in UNFILLED:
+            own = vars(owner).get(name)
+            undo.callback(*(delattr, owner, name) if own is None else (setattr, owner, name, own))
+            setattr(owner, name, _fill(getattr(owner, name)))
+        yield
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made.zero_() if func in UNFILLED else made
+
+def _fill(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs).zero_()
+
+    return made
 
 
 class _StandIn:
@@ -124,7 +139,7 @@ class _Compilations:
         """A dry run. Raises what ``run`` raises; what it had found then is compiled."""
         token = _is_dry.set(True)
         try:
-            with _dry_run(self._pool, self._submit), _Zeros(), compiled_by(Compiling(self._sources, self._submit_own)):
+            with _dry_run(self._pool, self._submit), _zeros(), compiled_by(Compiling(self._sources, self._submit_own)):
                 run()
         finally:
             _is_dry.reset(token)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
@@ -27,6 +28,7 @@ from headrace.kernels.precompile import compile_ahead, is_dry_run, precompile
 
 SOURCE = '''
 import triton
+from torch import nn
 import triton.language as tl
 
 @triton.jit
@@ -550,3 +552,27 @@ def test_codes_become_operands_from_ampere_on(gpu: PretendedDriver, monkeypatch:
         assert weight is not None
         skinny(x, weight, None, 1)
     assert gpu.launchers == ["_skinny_kernel"] * 2
+
+
+def test_a_dry_run_leaves_torch_as_it_was(gpu: PretendedDriver):
+    """Whatever it ends with, and for each way in which a tensor is made without contents."""
+    functions = [getattr(owner, name) for owner, name in precompile_module.UNFILLED]
+    own = "new_empty" in vars(torch.Tensor)
+    base, made = torch.ones(3, 4), []
+
+    def run() -> None:
+        made.extend([
+            torch.empty(3, dtype=torch.int64), torch.empty((2, 3), dtype=torch.bfloat16), torch.empty_like(base),
+            torch.empty_strided((3, 2), (1, 3)), base.new_empty(5), base.new_empty_strided((2, 2), (2, 1)),
+            nn.Parameter(torch.empty(4)),
+        ])
+        assert base.shape == (3, 4) and base.eq(1).all()
+        raise ValueError("a step failed")
+
+    precompile(run, "a model", CUDA)
+    assert len(made) == 7 and not any(tensor.any() for tensor in made)
+    assert [tensor.stride() for tensor in made[3:6:2]] == [(1, 3), (2, 1)] and made[0].dtype == torch.int64
+    assert all(getattr(owner, name) is function for (owner, name), function in zip(
+        precompile_module.UNFILLED[:3], functions[:3], strict=True
+    ))
+    assert ("new_empty" in vars(torch.Tensor)) == own and base.new_empty.__self__ is base

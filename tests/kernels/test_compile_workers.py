@@ -179,6 +179,7 @@ def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, mon
 
     with cuda_source.compiled_by(cuda_source.Compiling({}, take)):
         assert find("streams", blocks=1) == [cuda_source.NOT_YET] and can_find("streams")
+        assert find("streams", blocks=1) is find("streams", blocks=1), "a layer asks for it in each step"
         kernel = cuda_source.CudaKernel(cuda_source.NOT_YET, "mix_streams", 0)
         kernel.launch(1, 32, is_dependent=True)  # nothing, without a GPU
         assert kernel.count_resident(32) == 1
