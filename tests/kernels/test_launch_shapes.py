@@ -75,7 +75,7 @@ EXPERTS = [
     (160, 6, 5120, 1536), (256, 8, 7168, 2048), (384, 8, 7168, 2048), (512, 10, 2048, 512), (512, 22, 4096, 2688),
 ]
 """Experts, choices, hidden and intermediate sizes."""
-ROWS = [1, 2, 3, 8, 16, 17, 33, 64, 65, 129, 256, 513, 1024, 4096, 16384]
+ROWS = [0, 1, 2, 3, 8, 16, 17, 33, 64, 65, 129, 256, 513, 1024, 4096, 16384]
 FORMS = [("fp8", 128), ("fp8", 0), ("int4", 128), ("int4", 32), ("int4", 0), ("int8", 0), ("int8", 128), ("mxfp4", 32)]
 """Codes, and inputs that share a scale; 0: all."""
 OF_TORCH = {"reference", "triton_expand", "scaled_mm", "scaled_mm_blocks"}
