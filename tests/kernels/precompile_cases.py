@@ -292,8 +292,9 @@ def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedD
     pages = torch.zeros(4, 64 * 132, dtype=torch.uint8)
     keys = Slots(pages[:, : 64 * 128].unflatten(1, (64, 128)), pages[:, 64 * 128 :].unflatten(1, (64, 4)))
 
-    def step(tokens: int, window: int, entries: int) -> None:
-        queries = Queries(torch.zeros(tokens, 16, 64, dtype=dtype), torch.zeros(tokens).long(), cos_sin, 1e-6)
+    def step(tokens: int, window: int, entries: int, at: int = 0) -> None:
+        positions = torch.zeros(at + tokens).long()[at:]  # behind those of decodes, which are not a multiple of two
+        queries = Queries(torch.zeros(tokens, 16, 64, dtype=dtype), positions, cos_sin, 1e-6)
         counts, numbers = torch.ones(tokens).long(), torch.zeros(tokens, max(window, entries)).long()
         seen = [SeenSlots(slots, numbers[:, :width].contiguous(), counts) for width in (window, entries)]
         attend_slots(queries, *seen, sinks=torch.zeros(16), scale=1.0)
@@ -320,6 +321,7 @@ def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedD
     try:
         for sizes in ((3, 127, 601), (5, 64, 77), (40, 17, 1031), (133, 100, 8000), (4301, 100, 77)):
             step(*sizes)
+            step(*sizes, at=1)
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
     assert not compiled

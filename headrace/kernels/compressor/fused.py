@@ -52,7 +52,10 @@ def _pool_token(
         )
 
 
-@triton.jit
+# alignment of pointers whose numbers are read one at a time, of a chunk or a cache group that begins anywhere
+@triton.jit(do_not_specialize_on_alignment=[
+    "positions_ptr", "kv_lens_ptr", "a_state_table_ptr", "a_entry_table_ptr", "b_state_table_ptr", "b_entry_table_ptr",
+])
 def _finish_kernel(
     q_ptr, q_weight_ptr, q_out_ptr, q_stride, q_eps, x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, numbers_ptr,
     x_stride, eps, codes_ptr, wide_ptr, scales_ptr, kv_lens_ptr,

@@ -63,7 +63,7 @@ def pool_window(
     write_slot(x, page * S + number % S, codes_ptr, wide_ptr, scales_ptr, E, S, PAGE, SLOT, HOW, GROUP, SCALES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_table_ptr", "entry_table_ptr"])  # of a cache group among others
 def _compress_kernel(
     projected_ptr, requests_ptr, numbers_ptr, query_start_ptr, kv_lens_ptr, values_ptr, gates_ptr, state_table_ptr,
     ape_ptr, weight_ptr, cos_sin_ptr, entry_table_ptr, projected_stride, state_width, entry_width, eps, codes_ptr,

@@ -159,7 +159,7 @@ def _skinny_kernel(
         tl.store(partial_ptr + (split * M + m)[:, None] * N + n[None, :], acc, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])  # its rows are addressed one by one
 def _sum_splits_kernel(
     partial_ptr, bias_ptr, out_ptr, M, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr

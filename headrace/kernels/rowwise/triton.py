@@ -294,7 +294,7 @@ def _store_tile(x, dim, inside, q_row, k_row, v_row, is_q, is_k, is_v):
     tl.store(v_row + dim[None, :], x.to(v_row.dtype.element_ty), mask=inside & is_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])  # of decodes behind a chunk of any length
 def _rope_write_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, qkv_stride,
     page_stride_k, page_stride_v, norm_eps, norm_offset, PAGE: tl.constexpr, H: tl.constexpr, K: tl.constexpr,

@@ -119,7 +119,9 @@ def _score_codes_kernel(
                 tl.store(scores + number, score, mask=number < visible)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_columns"])
+@triton.jit(
+    do_not_specialize=["first_token", "num_columns"], do_not_specialize_on_alignment=["positions_ptr", "table_ptr"]
+)
 def _score_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
     weights_stride, table_width, num_columns, top_k, scale, keys_ptr, H: tl.constexpr, HEADS: tl.constexpr,

@@ -63,7 +63,7 @@ def _pack_queries(
     return codes, weight
 
 
-@triton.jit(do_not_specialize=["first_token", "count"])
+@triton.jit(do_not_specialize=["first_token", "count"], do_not_specialize_on_alignment=["positions_ptr"])
 def _pack_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, visible_ptr, codes_ptr, factors_ptr, first_token, count,
     weights_stride, top_k, scale, H: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, R: tl.constexpr,

@@ -106,7 +106,10 @@ def _turn(x, cos_sin_ptr, position, D: tl.constexpr, R: tl.constexpr, SIGN: tl.c
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [x.shape[0], D])
 
 
-@triton.jit(do_not_specialize=["num_splits", "window_width", "entries_width"])
+@triton.jit(
+    do_not_specialize=["num_splits", "window_width", "entries_width"],
+    do_not_specialize_on_alignment=["positions_ptr"],  # of a chunk, behind any number of tokens
+)
 def _attend_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, sums_ptr, stats_ptr, norm_eps, scale, num_splits,
     window_ptr, window_counts_ptr, window_width, codes_ptr, wide_ptr, scales_ptr,
@@ -172,7 +175,7 @@ def _attend_kernel(
         tl.store(stats_ptr + place * 2 + 1, total, mask=is_head)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["positions_ptr"])
 def _combine_kernel(
     sums_ptr, stats_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, num_splits, H: tl.constexpr, E: tl.constexpr,
     R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,

@@ -12,7 +12,9 @@ TABLE_BLOCK = 512
 """Page-table columns copied at a time."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "pages", "longest"], do_not_specialize_on_alignment=["entries_ptr"])
+@triton.jit(
+    do_not_specialize=["num_rows", "pages", "longest"], do_not_specialize_on_alignment=["entries_ptr", "positions_ptr"]
+)
 def _decode_inputs_kernel(
     entries_ptr, last_token_ptr, computed_len_ptr, drafts_ptr, tables_ptr, token_ids_ptr, positions_ptr, kv_lens_ptr,
     slots_ptr, page_tables_ptr, num_rows, pages, longest, N: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
