@@ -12,10 +12,12 @@ from devices import DEVICES, ON_GPU
 pytest.importorskip("triton")
 
 from headrace.kernels.attention import LEAST_MEMBERS, PREFIX_STEP, PrefixGroups, count_packed
-from headrace.kernels.attention.blocks import Tile
+from headrace.kernels.attention.blocks import Tile, block_dim
 from headrace.kernels.attention.decodes import MOST_PROGRAMS, DecodeWorkspace, decode_tile, plan_splits
 from headrace.kernels.attention.prefixes import count_members, count_splits
+from headrace.kernels.operation import LARGE_BLOCK
 from headrace.layers.attention import reason_against_triton
+from headrace.layers.attention.contract import AttentionGeometry
 from headrace.layers.attention.triton import DependentLaunchTritonAttention, TritonAttention
 
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
@@ -71,6 +73,14 @@ def test_pages_of_8_bit_floats(name, device, dtype, tolerance):
     plain = replace(problem.geometry, device="cuda", capability=(8, 0))
     assert "8.9" in reason_against_triton(plain)
     assert reason_against_triton(replace(plain, capability=(9, 0))) is None
+
+
+def test_wide_heads_of_large_groups_are_left_to_others_where_blocks_are_small():
+    wide = AttentionGeometry("cuda", "bfloat16", "bfloat16", (8, 9), 64, 1, 192, 192, 64)
+    assert "99 KiB" in str(reason_against_triton(wide))
+    narrow = {"head_dim": 128, "value_dim": 128}
+    for fits in (narrow, {"num_heads": 32}, {"capability": (8, 0)}, {"capability": (9, 0)}):
+        assert reason_against_triton(replace(wide, **fits)) is None
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
@@ -236,6 +246,20 @@ def test_splits_fill_the_device_and_stay_within_the_workspace():
                     requests, kv_heads, 131072, head_dim=head_dim, tile=decode_tile(4, head_dim, 2), processors=132
                 )
                 assert slots >= requests and (slots == requests or slots * kv_heads <= 132 * MOST_PROGRAMS)
+
+
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 8, 16, 32, 64, 71, 128])
+def test_splits_of_many_heads_fit_a_block(group: int, width: int):
+    """Of queries in shared memory, from 64 rows on, with blocks of keys and of values."""
+    tile, padded = decode_tile(group, block_dim(width), 2), block_dim(width)
+    for requests, kv_heads in ((1, 1), (1, 8), (8, 8), (64, 1)):
+        slots, split = plan_splits(requests, kv_heads, 8192, head_dim=width, tile=tile, processors=132)
+        assert slots > requests and split.rows == tile.rows and split.num_stages >= 4
+        if split.rows >= 64:
+            assert 2 * padded * (split.rows + (split.num_stages + 1) * split.keys) + 64 <= LARGE_BLOCK
+        else:
+            assert split.num_stages in (5, 7, 9)
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])

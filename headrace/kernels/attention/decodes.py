@@ -17,6 +17,7 @@ from headrace.kernels.attention.blocks import (
     Tile,
     accumulate,
     as_half,
+    block_dim,
     find_block_bytes,
     find_scores,
     list_geometry,
@@ -74,8 +75,20 @@ class WholeRule:
 WHOLE_RULES = {128: WholeRule(4.5, 7)}
 """By head dim. Of few programs the longest end by themselves, each as fast as its own loads in flight allow: two with
 three blocks of 64 keys each do better on an SM than three with two. Of more it does not matter."""
+LEAST_WGMMA_ROWS = 64
+"""From so many rows on Hopper's tensor cores also read queries from shared memory, and Triton keeps a block more than
+stages of keys and of values together: 294,924 bytes for 64 rows of 256 dims in seven stages of 64 keys."""
 MOST_PROGRAMS = 8
 """The largest ``programs`` of a rule: `DecodeWorkspace` has a slot for each."""
+
+
+def limit_stages(tile: Tile, width: int) -> Tile:
+    """The tile of heads of ``width`` dims in half precision, padded, with no more stages than fit a block of
+    `LARGE_BLOCK`."""
+    if tile.rows < LEAST_WGMMA_ROWS:
+        return tile
+    blocks = (LARGE_BLOCK // (2 * width) - tile.rows) // tile.keys
+    return replace(tile, num_stages=min(tile.num_stages, blocks - 1))
 
 
 def plan_splits(
@@ -89,7 +102,9 @@ def plan_splits(
     for rule in (*rules, *(LONG_RULES if num_requests > MANY_REQUESTS and max_kv_len > LONG_CONTEXT else ())):
         if num_requests * num_kv_heads <= rule.most_tiles * processors:
             # one stage means float32, which keeps its small tile
-            split = replace(tile, keys=64, num_stages=rule.stages) if tile.num_stages > 1 and is_roomy else tile
+            split = tile
+            if tile.num_stages > 1 and is_roomy:
+                split = limit_stages(replace(tile, keys=64, num_stages=rule.stages), block_dim(head_dim))
             # no more slots than blocks of keys: the rest would be idle
             slots = min(rule.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, split.keys))
             # `_share_out` relies on this: a request has a slot at least, and one is left

@@ -10,11 +10,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from headrace.kernels.attention import HOPPER_LEAST_PAGE, HOPPER_ROWS
+from headrace.kernels.operation import SMALL_BLOCK, count_block_bytes
 from headrace.layers.attention.contract import ATTENTION_BACKENDS, AttentionGeometry
 
 HALF_TYPES = ("float16", "bfloat16")
 FLOAT8 = "float8_e4m3fn"
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+MOST_WIDE_GROUP = 32
 HOPPER = (9, 0)
 """Its compute capability."""
 
@@ -29,7 +31,8 @@ def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
 
 
 def reason_against_triton(geometry: AttentionGeometry) -> str | None:
-    """Any head dim up to 256 on a GPU, with keys and values in the dtype of the queries or in 8-bit floats."""
+    """Any head dim up to 256 on a GPU, with keys and values in the dtype of the queries or in 8-bit floats. Wide heads
+    in large groups need large blocks."""
     if geometry.device != "cuda":
         return "needs a cuda device"
     if find_spec("triton") is None:
@@ -42,6 +45,10 @@ def reason_against_triton(geometry: AttentionGeometry) -> str | None:
         return f"reads keys and values in {geometry.dtype} and {FLOAT8}, not {geometry.kv_dtype}"
     if max(geometry.head_dim, geometry.value_dim) > 256:
         return "takes head dims up to 256"
+    # queries and the pipeline of more take 102 KB
+    is_small = count_block_bytes(geometry.capability) == SMALL_BLOCK
+    if is_small and geometry.head_dim > 128 and geometry.num_heads // geometry.num_kv_heads > MOST_WIDE_GROUP:
+        return f"takes up to {MOST_WIDE_GROUP} query heads of a kv head with head dims beyond 128 in a block of 99 KiB"
     return None
 
 
