@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
 from headrace.kernels.cuda_source import CudaSourceError, note_fallback
 from headrace.kernels.operation import KernelQuery
 from headrace.parallel.group import Group, Lending, PeerTimeout, Waits
-from headrace.parallel.limits import MOST_SENDING_RANKS, measure_limits
+from headrace.parallel.limits import MOST_SENDING_RANKS, begin_norm, measure_limits
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +193,7 @@ def compile_early(device: torch.device, size: int) -> None:
     except PluginError:
         return
     begin_compiling(size, torch.bfloat16, device)
+    begin_norm(device)
 
 
 def _describe(device: torch.device, size: int) -> KernelQuery:
@@ -275,6 +277,7 @@ def _make_collectives(
     collectives = COLLECTIVES.choose(_describe(device, base.size))(addresses, base.rank, device, room=room)
     try:
         collectives.prepare(torch.bfloat16)
+        wait([begin_norm(device)])  # if it fails, so it will where it is timed
         return collectives, ""
     except (CudaSourceError, OSError, AttributeError) as error:
         note_fallback(GIVEN_UP, error)

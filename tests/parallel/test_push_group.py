@@ -4,6 +4,8 @@ real processes, which share one GPU or have one each."""
 from __future__ import annotations
 
 import logging
+import threading
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +15,7 @@ from parallel.thread_group import ThreadGroup, on_all_ranks
 
 from headrace.kernels.collective import UNMEASURED, LentSum, Limits, reference
 from headrace.kernels.cuda_source import CudaSourceError
-from headrace.parallel import push
+from headrace.parallel import limits, push
 from headrace.parallel.experts import reduce_scatter_rows
 from headrace.parallel.group import Group, PeerTimeout, Rendezvous, TorchGroup, find_store, join_group, serve_rendezvous
 from headrace.parallel.limits import (
@@ -307,6 +309,29 @@ def test_all_ranks_take_the_times_of_the_slowest():
     assert measure_limits(Library(9.0), kernels, CPU, clock) == Limits(largest, 0, largest, largest)
     assert measure_limits(Library(25.0), kernels, CPU, clock) == Limits(0, 0, 0, largest)
     assert kernels.limits is UNMEASURED
+
+
+def test_the_norm_that_is_timed_is_compiled_while_ranks_meet(monkeypatch: pytest.MonkeyPatch):
+    """On a thread, once, for tensors as those that are timed; what fails there fails in the measurement."""
+    called: list[tuple[str, list[tuple[torch.dtype, int]], float]] = []
+
+    def norm(x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        tensors = [(tensor.dtype, tensor.shape[-1]) for tensor in (x, stream, weight)]
+        called.append((threading.current_thread().name, tensors, eps))
+        raise CudaSourceError("no")
+
+    monkeypatch.setattr(limits, "ADD_RMS_NORM", SimpleNamespace(choose=lambda query: norm))
+    limits.begin_norm.cache_clear()
+    try:
+        begun = limits.begin_norm(CPU)
+        assert isinstance(begun.exception(60), CudaSourceError) and limits.begin_norm(CPU) is begun
+    finally:
+        limits.begin_norm.cache_clear()
+    with pytest.raises(CudaSourceError):
+        limits._list_ways(Recorder(), None, torch.ones(4, limits.WIDTH, dtype=torch.bfloat16))["norm"]()
+    ahead, timed = called
+    assert ahead[0].startswith("norm") and timed[0] == threading.current_thread().name and ahead[1:] == timed[1:]
+
 
 
 def test_without_gpus_the_group_stays_as_it_is():
