@@ -133,6 +133,9 @@ def test_what_is_taken():
     assert ATTENTION_BACKENDS.choose(geometry).__name__ == "DependentLaunchLatentTritonAttention"
     assert ATTENTION_BACKENDS.choose(replace(geometry, capability=(8, 0))).__name__ == "LatentTritonAttention"
     assert reason_against_latents(replace(geometry, kv_dtype="float8_e4m3fn")) is None
+    # beside 512 dims of a latent, what 128 more take does not fit a block
+    assert reason_against_latents(replace(geometry, head_dim=384, value_dim=256)) is None
+    assert "up to 64 rotated" in str(reason_against_latents(replace(geometry, head_dim=640, value_dim=512)))
     for changed, named in (
         ({"capability": (8, 0), "kv_dtype": "float8_e4m3fn"}, "8.9"), ({"window": 9}, "window"),
         ({"values_in_keys": False}, "values"), ({"value_dim": 576}, "512"), ({"kv_dtype": "float32"}, "float32"),

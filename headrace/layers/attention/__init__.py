@@ -73,8 +73,10 @@ def reason_against_latents(geometry: AttentionGeometry) -> str | None:
         return "converts 8-bit floats from compute capability 8.9 on"
     if geometry.kv_dtype not in (geometry.dtype, FLOAT8):
         return f"reads latents in {geometry.dtype} and {FLOAT8}, not {geometry.kv_dtype}"
-    if geometry.value_dim > 512 or not 0 < geometry.head_dim - geometry.value_dim <= 128:
-        return "takes latents of up to 512 dims, beside up to 128 rotated ones"
+    # beside 128 rotated dims, 64 rows and the pipeline of 512 take 248 KiB
+    most_rotated = 128 if geometry.value_dim <= 256 else 64
+    if geometry.value_dim > 512 or not 0 < geometry.head_dim - geometry.value_dim <= most_rotated:
+        return "takes latents of up to 512 dims, beside up to 64 rotated ones; of up to 256 dims beside up to 128"
     if geometry.window or geometry.has_softcap or geometry.has_sinks:
         return "has no window, no soft-cap and no sinks"
     return None
