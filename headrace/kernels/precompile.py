@@ -39,7 +39,10 @@ UNFILLED = (
 )
 """Where functions are whose result has arbitrary contents; see `_zeros`."""
 
-FAULTS = (RuntimeError, AssertionError, AttributeError, TypeError, ValueError, LookupError, HeadraceError)
+PARSES = 8
+"""Tries; see `_parse_again`."""
+
+FAULTS = (RuntimeError, AssertionError, AttributeError, TypeError, ValueError, LookupError, SystemError, HeadraceError)
 """What a dry run may end with: kernels that it did not reach are compiled at their first launch."""
 
 
@@ -169,7 +172,7 @@ class _Compilations:
         def compile_and_load() -> Any:
             if self._workers is not None and job is not None:
                 self._workers.compile(job)
-            kernel = compile_fn()  # finds in the cache what a worker has compiled
+            kernel = _parse_again(compile_fn)  # finds in the cache what a worker has compiled
             assert kernel.run is not None, "reading it builds the C launcher and loads the code"
             return kernel
 
@@ -189,6 +192,17 @@ class _Compilations:
                 compile_source(*source)
 
         return self._pool.submit(compile_into_cache)
+
+
+def _parse_again(compile_fn: Callable[[], Any]) -> Any:
+    """Call a function that may parse a kernel's source. In Python 3.11 threads that parse at the same time count in
+    one place how deep they are, and one that notices raises `SystemError`."""
+    for _ in range(PARSES - 1):
+        try:
+            return compile_fn()
+        except SystemError as error:
+            logger.debug("a kernel is parsed again: %s", error)
+    return compile_fn()
 
 
 _is_dry: ContextVar[bool] = ContextVar("is_dry", default=False)

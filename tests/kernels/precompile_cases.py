@@ -556,6 +556,24 @@ def test_codes_become_operands_from_ampere_on(gpu: PretendedDriver, monkeypatch:
     assert gpu.launchers == ["_skinny_kernel"] * 2
 
 
+def test_threads_that_parse_at_the_same_time_parse_again(gpu: PretendedDriver):
+    """A kernel that failed for good would fail each step that launches it."""
+    own, kernel, tried, installed = precompile_module._Compilations(CUDA), SimpleNamespace(run=print), [], []
+
+    def compile_kernel(most: int) -> Any:
+        tried.append(most)
+        if tried.count(most) <= most:
+            raise SystemError("AST constructor recursion depth mismatch (before=36, after=158)")
+        return kernel
+
+    stand_ins = [
+        own._submit(str(most), lambda most=most: compile_kernel(most), installed.append) for most in (3, 99)
+    ]
+    own.close()
+    assert [stand_in.has_failed for stand_in in stand_ins] == [False, True] and installed[-1] is kernel
+    assert [tried.count(most) for most in (3, 99)] == [4, precompile_module.PARSES]
+
+
 def test_a_dry_run_leaves_torch_as_it_was(gpu: PretendedDriver):
     """Whatever it ends with, and for each way in which a tensor is made without contents."""
     functions = [getattr(owner, name) for owner, name in precompile_module.UNFILLED]
