@@ -6,12 +6,14 @@ its high half. A kernel thus unpacks a tile of bytes into two tiles of consecuti
 threads. Tables have a value per output and group, whatever the groups' size.
 
 A weight of integers may be in tiles, for ``csrc/cuda/tiled_rows.cu``: eight rows share a piece of memory, in which 64
-bytes of each, then the next 64 bytes of each, follow one another; so do a group's scales of eight rows.
+bytes of each, then the next 64 bytes of each, follow one another; so do a group's scales of eight rows. Weights whose
+scales come in two levels, see `Supers`, are read by kernels in tiles alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
@@ -20,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.coded_linear.codes import LEAST_GROUP, TABLES, Code, CodedMatrix
-from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks
+from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, SUPER, WeightBlocks
 from headrace.kernels.packed_linear.layout import GROUP, Format
 
 BLOCK = 128
@@ -41,6 +43,53 @@ BLOCK_CODES = {Format.E2M1_GROUP: Code.E2M1, Format.IQ4_GROUP: Code.IQ4}
 """Of GGUF's types; others are integers."""
 
 
+class Supers(NamedTuple):
+    """The form of a weight of super-blocks of `SUPER` inputs, as GGUF's K types have them; I is a multiple of it.
+
+    ``bits`` of a code: 4 as in other weights, or 6, of which 16 are kept in three words of four bytes: byte b of word w
+    has code 4 * w + b in its high bits, and in its low ones two bits of code 12 + b, the highest of which are in word 0.
+    Of each 128 inputs, word w of plane p (inputs 64 * p and on) of piece q (16 * q and on) is: words 0 to 2 of plane 0
+    and word 0 of plane 1 of all four pieces, 64 bytes, then words 1 and 2 of plane 1, 32 bytes.
+
+    ``has_mins``: a weight is factor * scale * code - min_factor * min, of unsigned codes, and ``scales`` uint8 [O, I /
+    256 * 16]: both factors in float16, then twelve bytes: for each half of a super-block, and each half h of its planes,
+    24 bits with the scales of the groups of 32 inputs from 32 * h and 64 + 32 * h on, then their mins, 6 bits each.
+    Otherwise it is factor * scale * code, of signed codes (two's complement), and ``scales`` uint8 [O, I / 256 * 18]: for
+    each half of a super-block and each piece the int8 scales of its 16 inputs of both planes, then the factor in float16.
+    In tiles, scales are [O / 8, I / 256, 8, 16], without mins each followed by the factors of all eight rows, and codes of
+    6 bits [O / 8, I / 128, 768]: 64 bytes of each row, then 32 of each."""
+
+    bits: int
+    has_mins: bool
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return 32 if self.has_mins else 16
+
+    @property
+    def row_bytes(self) -> int:
+        """Of scales of a super-block."""
+        return 16 if self.has_mins else 18
+
+    @property
+    def number(self) -> int:
+        """What kernels call the form."""
+        return 1 + (self.bits == 6) + 2 * (not self.has_mins)
+
+
+class Place(NamedTuple):
+    """``width`` elements of a row, from the ``first`` on, of each ``unit`` of them."""
+
+    unit: int
+    first: int
+    width: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.width
+
+
 @dataclass(frozen=True)
 class DeviceCodes:
     """A weight [O, I]. ``codes``: uint8 [O, ceil(I / 128) * 64] of short codes, else int8, uint8 or float8_e4m3fn [O,
@@ -50,7 +99,9 @@ class DeviceCodes:
     as `LIFT` makes them. ``zeros`` float32 like float32 scales, or None. ``order`` [I]: the input at each place, where
     groups are not consecutive inputs. ``values`` [16]: float32 values of short codes that are no integers, else None.
     ``has_whole_zeros``: zeros are whole numbers below 128, or 0 throughout. ``is_tiled``: in memory ``codes`` are
-    [O / 8, bytes of a row / 64, 8, 64], and ``scales`` [O / 8, G, 8], while shapes stay as they are."""
+    [O / 8, bytes of a row / 64, 8, 64], and ``scales`` [O / 8, G, 8], while shapes stay as they are. ``supers``: scales
+    come in two levels, and ``codes`` are uint8 [O, I * bits / 8]. ``tail``: rows that follow, counted in O, whose supers
+    differ."""
 
     code: Code
     in_features: int
@@ -63,25 +114,40 @@ class DeviceCodes:
     values: torch.Tensor | None = None
     has_whole_zeros: bool = False
     is_tiled: bool = False
+    supers: Supers | None = None
+    tail: DeviceCodes | None = None
 
     @property
     def out_features(self) -> int:
-        return self.codes.shape[0]
+        return self.codes.shape[0] + (0 if self.tail is None else self.tail.out_features)
+
+    @property
+    def parts(self) -> list[DeviceCodes]:
+        """Rows of one form each, above one another."""
+        return [self] if self.tail is None else [replace(self, tail=None), *self.tail.parts]
+
+    @property
+    def bits(self) -> int:
+        """Of a code, as it is kept."""
+        return 4 if self.is_short else 8 if self.supers is None else self.supers.bits
 
     @property
     def is_short(self) -> bool:
         """Whether a byte holds two codes."""
+        if self.supers is not None:
+            return self.supers.bits == 4
         return self.code in SHORT_CODES or self.codes.shape[1] != self.in_features
 
     @property
     def num_groups(self) -> int:
         """Groups of inputs with a scale each, G."""
-        return self.scales.shape[1] if not self.has_powers else -(-self.in_features // self.group)
+        is_counted = self.supers is not None or self.has_powers
+        return -(-self.in_features // self.group) if is_counted else self.scales.shape[1]
 
     @property
     def has_powers(self) -> bool:
         """Whether scales are powers of two, a byte each."""
-        return self.scales.dtype == torch.uint8
+        return self.scales.dtype == torch.uint8 and self.supers is None
 
     @property
     def has_pairs(self) -> bool:
@@ -118,6 +184,9 @@ class DeviceCodes:
     def fault_of_tiles(self) -> str | None:
         """Why the weight cannot be kept in tiles; None if it can."""
         unit = BLOCK if self.is_short else HALF
+        if self.supers is not None:
+            has_whole = all(len(part.codes) % MATRIX_ROWS == 0 for part in self.parts)
+            return None if has_whole else f"takes outputs in steps of {MATRIX_ROWS}"
         if self.code is not Code.INT or self.rows > 1 or self.zeros is not None:
             return "takes integers with scales of single outputs, and zero points that float16 holds"
         if self.out_features % MATRIX_ROWS or self.in_features % unit:
@@ -130,26 +199,55 @@ class DeviceCodes:
 
     def tile(self) -> DeviceCodes:
         """The same weight in tiles. Needs that it has no `fault_of_tiles`."""
-        codes = self.codes.view(-1, TILE_ROWS, self.codes.shape[1] // HALF, HALF).transpose(1, 2)
-        scales = self.scales.view(-1, TILE_ROWS, self.scales.shape[1]).transpose(1, 2)
+        codes, scales = (
+            torch.cat([self._part(table, place, is_tiled=False).transpose(1, 2).flatten(2) for place in places], dim=2)
+            for table, places in ((self.codes, self._code_places), (self.scales, self._scale_places))
+        )
         return replace(
-            self, codes=codes.flatten().view(self.codes.shape), scales=scales.flatten().view(self.scales.shape),
-            is_tiled=True
+            self, codes=codes.view(self.codes.shape), scales=scales.view(self.scales.shape), is_tiled=True,
+            tail=None if self.tail is None else self.tail.tile()
         )
 
     def untile(self) -> DeviceCodes:
         """The same weight row by row."""
         if not self.is_tiled:
             return self
-        codes = self.codes.view(-1, self.codes.shape[1] // HALF, TILE_ROWS, HALF).transpose(1, 2)
-        scales = self.scales.view(-1, self.scales.shape[1], TILE_ROWS).transpose(1, 2)
-        return replace(
-            self, codes=codes.flatten().view(self.codes.shape), scales=scales.flatten().view(self.scales.shape),
-            is_tiled=False
+        codes, scales = (
+            torch.cat([self._part(table, place, is_tiled=True).transpose(1, 2) for place in places], dim=3)
+            for table, places in ((self.codes, self._code_places), (self.scales, self._scale_places))
         )
+        return replace(
+            self, codes=codes.reshape(self.codes.shape), scales=scales.reshape(self.scales.shape), is_tiled=False,
+            tail=None if self.tail is None else self.tail.untile()
+        )
+
+    @property
+    def _code_places(self) -> tuple[Place, ...]:
+        """Of a unit of a row: what of all eight rows of a tile lies together."""
+        if self.supers is None or self.supers.bits == 4:
+            return (Place(HALF, 0, HALF),)
+        return Place(96, 0, HALF), Place(96, HALF, 32)
+
+    @property
+    def _scale_places(self) -> tuple[Place, ...]:
+        if self.supers is None:
+            return (Place(1, 0, 1),)
+        whole = Place(self.supers.row_bytes, 0, 16)
+        return (whole,) if self.supers.has_mins else (whole, Place(self.supers.row_bytes, 16, 2))
+
+    @staticmethod
+    def _part(table: torch.Tensor, place: Place, *, is_tiled: bool) -> torch.Tensor:
+        """A part of each unit of a table in tiles [O / 8, units, 8, width], or of one row by row [O / 8, 8, units,
+        width]."""
+        if not is_tiled:
+            return table.view(-1, TILE_ROWS, table.shape[1] // place.unit, place.unit)[..., place.first : place.end]
+        units = table.view(-1, table.shape[1] // place.unit, TILE_ROWS * place.unit)
+        return units[..., TILE_ROWS * place.first : TILE_ROWS * place.end].unflatten(2, (TILE_ROWS, place.width))
 
     def split(self, most: int) -> list[DeviceCodes]:
         """Views of consecutive outputs, of at most about ``most`` weights each, but a tile's or a block's outputs."""
+        if self.tail is not None:
+            return [share for part in self.parts for share in part.split(most)]
         block = math.lcm(self.rows, TILE_ROWS)
         step = max(1, most // max(1, self.in_features) // block) * block
         if step >= self.out_features:
@@ -161,21 +259,35 @@ class DeviceCodes:
             for codes, scales, own in zip(self.codes.split(step), self.scales.split(tables), zeros, strict=False)
         ]
 
+    def transform(self, function: Callable[[torch.Tensor], torch.Tensor]) -> DeviceCodes:
+        """The same weight with ``function`` of each tensor in its place."""
+        zeros, order, values = (
+            None if tensor is None else function(tensor) for tensor in (self.zeros, self.order, self.values)
+        )
+        return replace(
+            self, codes=function(self.codes), scales=function(self.scales), zeros=zeros, order=order, values=values,
+            tail=None if self.tail is None else self.tail.transform(function)
+        )
+
     def copy(self) -> DeviceCodes:
         """The same codes and tables elsewhere in memory."""
-        zeros = None if self.zeros is None else self.zeros.clone()
-        return replace(self, codes=self.codes.clone(), scales=self.scales.clone(), zeros=zeros)
+        return self.transform(torch.clone)
 
-    def resize(self, outputs: int, inputs: int) -> DeviceCodes:
-        """A weight of zeros of another size, in the same form; in tiles only if these hold it."""
+    def resize(self, outputs: int, inputs: int) -> DeviceCodes | None:
+        """A weight of zeros of another size, in the same form; in tiles only if these hold it. None where the form has
+        no such size. Of several forms, the first."""
         group = self.group if self.num_groups > 1 or self.has_powers else inputs
         num_groups, codes = -(-inputs // group), -(-inputs // BLOCK) * HALF if self.is_short else inputs
         if self.has_powers:
             num_groups = -(-inputs // BLOCK) * (BLOCK // POWER_GROUP)
+        if self.supers is not None:
+            if inputs % SUPER or outputs % MATRIX_ROWS:
+                return None
+            codes, num_groups = inputs * self.supers.bits // 8, inputs // SUPER * self.supers.row_bytes
         scales = self.scales.new_zeros(-(-outputs // self.rows), num_groups)
         resized = replace(
             self, in_features=inputs, codes=self.codes.new_zeros(outputs, codes), scales=scales, group=group,
-            zeros=None if self.zeros is None else torch.zeros_like(scales),
+            zeros=None if self.zeros is None else torch.zeros_like(scales), tail=None,
             order=None if self.order is None else torch.arange(inputs, device=scales.device),
         )
         return replace(resized, is_tiled=self.is_tiled and resized.fault_of_tiles is None)
@@ -183,7 +295,8 @@ class DeviceCodes:
     @property
     def num_bytes(self) -> int:
         tensors = (self.codes, self.scales, self.zeros, self.order, self.values)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        own = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return own + (0 if self.tail is None else self.tail.num_bytes)
 
 
 class Fp8Rows(NamedTuple):

@@ -107,29 +107,33 @@ class CodedWeight:
         normalised = _find(self._normalised, x.shape[0])
         if (
             normalised is None or self.weight.order is not None or norm.weight.dtype != x.dtype
+            or (activation and self.weight.tail is not None)
             or not (_is_aligned(x) and _is_aligned(residual))
         ):
             return None
         return normalised(x, residual, norm, self.weight, bias, activation)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        own = self.weight.untile()
-        tables = ids // own.rows
-        zeros = None if own.zeros is None else own.zeros[tables]
-        return dequantise(replace(own, codes=own.codes[ids], scales=own.scales[tables], zeros=zeros, rows=1), dtype)
+        whole = self.weight.untile()
+        out = torch.empty(len(ids), whole.in_features, dtype=dtype, device=ids.device)
+        first = 0
+        for own in whole.parts:
+            places = ids - first
+            is_own = (places >= 0) & (places < own.out_features)
+            places = places.clamp(0, own.out_features - 1)
+            tables = places // own.rows
+            zeros = None if own.zeros is None else own.zeros[tables]
+            taken = replace(own, codes=own.codes[places], scales=own.scales[tables], zeros=zeros, rows=1)
+            out = torch.where(is_own[:, None], dequantise(taken, dtype), out)
+            first += own.out_features
+        return out
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         return _choose_expansion(self.weight.codes.device, dtype, self.weight.code is Code.E4M3)(self.weight, dtype)
 
     def move(self, device: torch.device) -> None:
         """Move the codes to another device."""
-        own = self.weight
-        zeros, order, values = (
-            None if tensor is None else tensor.to(device) for tensor in (own.zeros, own.order, own.values)
-        )
-        self.weight = replace(
-            own, codes=own.codes.to(device), scales=own.scales.to(device), zeros=zeros, order=order, values=values
-        )
+        self.weight = self.weight.transform(lambda tensor: tensor.to(device))
 
 
 Steps = list[tuple[int, Callable[..., Any] | None]]

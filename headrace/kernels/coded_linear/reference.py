@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.block_scaled import LARGEST
+from headrace.kernels.coded_linear import super_blocks
 from headrace.kernels.coded_linear.codes import decode
 from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes, Fp8Rows
 from headrace.kernels.linear.reference import linear_float, linear_into_float
@@ -97,6 +98,8 @@ def dequantise(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
 
 def _dequantise(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
     weight = weight.untile()
+    if weight.supers is not None:
+        return super_blocks.dequantise(weight).to(dtype)
     values = decode(weight.code, plain_codes(weight))
     zeros = weight.float_zeros
     if zeros is not None:

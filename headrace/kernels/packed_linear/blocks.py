@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -171,37 +172,92 @@ def _read_q8_0(blocks: torch.Tensor) -> Parts:
     return blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0), None
 
 
+class SuperParts(NamedTuple):
+    """Super-blocks of a K type as integers: ``codes`` [n, 256], unsigned where there are mins, else signed; ``scales``
+    [n, 8 or 16] of 32 or 16 inputs, int8; ``mins`` [n, 8] uint8 or None; ``factors`` of scales and ``min_factors`` of
+    mins, float16 [n, 1]. A weight is factor * scale * code - min_factor * min."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    factors: torch.Tensor
+    mins: torch.Tensor | None = None
+    min_factors: torch.Tensor | None = None
+
+    def read(self) -> Parts:
+        """With scales multiplied."""
+        scales = self.scales.float() * self.factors.float()
+        if self.mins is None or self.min_factors is None:
+            return self.codes, scales, None
+        return self.codes, scales, self.mins.float() * -self.min_factors.float()
+
+
+def _raw_half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at byte ``at`` of each block, [n, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
 def _scales_and_mins(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and mins of Q4_K and Q5_K, float32 [n, 8] each. A block begins with two float16, the factors of scales and
+    """Scales and mins of Q4_K and Q5_K, uint8 [n, 8] each. A block begins with two float16, the factors of scales and
     mins, and twelve bytes that hold eight 6-bit scales and eight 6-bit mins: numbers 0 to 3 in the low six bits of the
     first eight bytes; of numbers 4 to 7 the low four bits in the last four bytes, the high two in the top bits of the
     first eight."""
     low, middle, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1)
     mins = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1)
-    return scales.float() * _half(blocks, 0), mins.float() * -_half(blocks, 2)
+    return scales, mins
 
 
-def _read_q4_k(blocks: torch.Tensor) -> Parts:
+def _split_q4_k(blocks: torch.Tensor) -> SuperParts:
     scales, mins = _scales_and_mins(blocks)
-    return _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1), scales, mins
+    codes = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1)
+    return SuperParts(codes, scales.view(torch.int8), _raw_half(blocks, 0), mins, _raw_half(blocks, 2))
 
 
-def _read_q5_k(blocks: torch.Tensor) -> Parts:
+def _split_q5_k(blocks: torch.Tensor) -> SuperParts:
     scales, mins = _scales_and_mins(blocks)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
     fifth = (blocks[:, None, 16:48] >> shifts & 1) << 4
-    return (_nibbles(blocks[:, 48:].unflatten(1, (4, 32))).flatten(1) | fifth.flatten(1)).to(torch.int8), scales, mins
+    codes = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).flatten(1) | fifth.flatten(1)
+    return SuperParts(codes, scales.view(torch.int8), _raw_half(blocks, 0), mins, _raw_half(blocks, 2))
 
 
-def _read_q6_k(blocks: torch.Tensor) -> Parts:
+def _split_q6_k(blocks: torch.Tensor) -> SuperParts:
     # Two halves of 128 inputs: 64 bytes of low nibbles each, then 32 bytes with the two high bits of four inputs each;
     # at 192 sixteen int8 scales, for 16 inputs each, at 208 their common float16 factor.
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(4, 1)
     high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3).flatten(2) << 4
-    codes = ((low | high).to(torch.int8) - 32).float().view(-1, SUPER // 16, 16)
-    values = codes * (blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)).unsqueeze(2)
+    codes = ((low | high).view(torch.int8) - 32).flatten(1)
+    return SuperParts(codes, blocks[:, 192:208].contiguous().view(torch.int8), _raw_half(blocks, 208))
+
+
+def _split_q3_k(blocks: torch.Tensor) -> SuperParts:
+    # 32 bytes with a high bit of eight inputs each, 0 for codes less 4; 64 bytes with two low bits of four inputs each;
+    # at 96 twelve bytes of sixteen 6-bit scales, stored plus 32: low nibbles, then the two high bits; at 108 a factor
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
+    low = (blocks[:, 32:96].unflatten(1, (2, 1, 32)) >> 2 * shifts[:4] & 3).flatten(1)
+    is_less = (blocks[:, None, :32] >> shifts & 1).flatten(1) ^ 1
+    codes = low.view(torch.int8) - (is_less << 2).view(torch.int8)
+    high = (blocks[:, None, 104:108] >> 2 * shifts[:4] & 3).flatten(1) << 4
+    return SuperParts(codes, (_nibbles(blocks[:, 96:104]) | high).view(torch.int8) - 32, _raw_half(blocks, 108))
+
+
+SUPER_PARTS = {"Q3_K": _split_q3_k, "Q4_K": _split_q4_k, "Q5_K": _split_q5_k, "Q6_K": _split_q6_k}
+"""K types whose scales come in two levels, by ggml's names: blocks uint8 [n, num_bytes] to `SuperParts`."""
+
+
+def _read_q4_k(blocks: torch.Tensor) -> Parts:
+    return _split_q4_k(blocks).read()
+
+
+def _read_q5_k(blocks: torch.Tensor) -> Parts:
+    codes, scales, mins = _split_q5_k(blocks).read()
+    return codes.view(torch.int8), scales, mins
+
+
+def _read_q6_k(blocks: torch.Tensor) -> Parts:
+    codes, scales, _ = _split_q6_k(blocks).read()
+    values = codes.float().view(-1, SUPER // 16, 16) * scales.unsqueeze(2)
     return *round_groups(values.flatten(1)), None
 
 
