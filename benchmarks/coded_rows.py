@@ -1,6 +1,7 @@
 """Own CUDA C++ products of few rows in codes, by block shape, on one GPU: ``python -m benchmarks.coded_rows [--forms
 REGEX] [--rows 1 2 8]``; of integers in tiles, and with tens to hundreds of rows beside bfloat16 and dequantising:
-``python -m benchmarks.coded_rows --tiles --forms 'int4 group 128' --rows 1 2 4 64 128 256``.
+``python -m benchmarks.coded_rows --tiles --forms 'int4 group 128' --rows 1 2 4 64 128 256``; of a GGUF file's K types:
+``python -m benchmarks.coded_rows --tiles --forms q4_k``.
 
 Weights of Llama-3.1-8B, many copies in turn, so that none is read from the L2: microseconds of a product in a captured
 chain and its share of the memory's rate, for each shape of block; a whole layer, with norms and activation fused or
@@ -15,16 +16,20 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks.coded_experts import draw
 from benchmarks.cuda_kernels import MODELS, products, time_calls
+from benchmarks.gguf_model import draw_blocks
 from benchmarks.quantized_gpu import FORMS
 from headrace.kernels.coded_linear import cuda, expand, tiled_many, tiles
 from headrace.kernels.coded_linear.cuda import Addition, Shape
 from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
+from headrace.kernels.coded_linear.super_blocks import pack_supers
 from headrace.kernels.linear import Norm
+from headrace.kernels.packed_linear.blocks import WeightBlocks
 from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES, silu_mul
 
@@ -37,6 +42,10 @@ BLOCKS = [
     Shape(*numbers) for numbers in ((8, 3, 2), (16, 1, 4), (8, 2, 4), (8, 2, 2), (16, 1, 2), (4, 6, 2), (4, 4, 4))
 ]
 TILE_BLOCKS = [tiles.Shape(*numbers) for numbers in ((8, 32), (8, 24), (8, 16), (16, 32), (4, 32), (8, 64))]
+SUPER_LAYERS: dict[str, dict[str, tuple[tuple[str, int], ...]]] = {
+    "q4_k": {}, "q4_k_m": {"qkv": (("Q4_K", 5120), ("Q6_K", 1024)), "down": (("Q6_K", 4096),)}
+}
+"""Layers of a Q4_K_M file of Llama-3.1-8B: types and outputs of parts, where these are not Q4_K alone."""
 PRODUCTS = ("gate_up", "down", "qkv", "out")
 SILU = Gate("silu")
 
@@ -59,6 +68,36 @@ def make_copies(form: str, outputs: int, inputs: int) -> list[DeviceCodes]:
     first = draw(FORMS[form], outputs, inputs)
     count = max(4, min(40, WEIGHT_BYTES // first.num_bytes))
     return [first] + [draw(FORMS[form], outputs, inputs) for _ in range(count - 1)]
+
+
+def draw_supers(parts: tuple[tuple[str, int], ...], inputs: int) -> DeviceCodes:
+    """Random super-blocks of these types and outputs, in tiles."""
+    chance = np.random.default_rng(1)
+    blocks = [
+        WeightBlocks(kind, torch.from_numpy(draw_blocks(chance, kind, outputs * inputs // 256)).view(outputs, -1))
+        for kind, outputs in parts
+    ]
+    packed = pack_supers(blocks, torch.device(DEVICE))
+    assert packed is not None
+    return packed.tile()
+
+
+def run_supers(form: str, rows: int) -> None:
+    """Single products of few rows, as SiLU and norms are fused in a step, and the layer of them."""
+    shapes = products(next(model for model in MODELS if model.name == "llama8b"))
+    for name in PRODUCTS:
+        outputs, inputs = shapes[name]
+        first = draw_supers(SUPER_LAYERS[form].get(name, (("Q4_K", outputs),)), inputs)
+        weights = [first, *(first.copy() for _ in range(max(3, WEIGHT_BYTES // first.num_bytes)))]
+        x, gate = torch.randn(rows, inputs, device=DEVICE).to(BF16), GATES[SILU.kind] if name == "gate_up" else 0
+        out = torch.empty(rows, outputs // (2 if gate else 1), device=DEVICE, dtype=BF16)
+        times = {
+            name_shape(shape): time_calls(
+                [partial(tiles.launch, x, own, None, out, shape=shape, gate=gate) for own in weights]
+            ) for shape in (None, *TILE_BLOCKS)
+        }
+        show(f"{name:8}{form:16}{rows} rows", times, first.num_bytes)
+    run_layer(form, rows, is_tiled=True)
 
 
 def run_products(form: str, rows: list[int]) -> None:
@@ -113,8 +152,16 @@ def run_tiles(form: str, rows: list[int]) -> None:
 def run_layer(form: str, rows: int, *, is_tiled: bool = False) -> None:
     """All products of a layer in turn, with the norms and without; of integers in tiles, with the norms."""
     shapes = products(next(model for model in MODELS if model.name == "llama8b"))
-    layers = [{name: draw(FORMS[form], *shapes[name]) for name in shapes if name != "head"} for _ in range(8)]
-    if is_tiled:
+    if form in SUPER_LAYERS:
+        layers = [
+            {
+                name: draw_supers(SUPER_LAYERS[form].get(name, (("Q4_K", shapes[name][0]),)), shapes[name][1])
+                for name in PRODUCTS
+            } for _ in range(8)
+        ]
+    else:
+        layers = [{name: draw(FORMS[form], *shapes[name]) for name in shapes if name != "head"} for _ in range(8)]
+    if is_tiled and form in FORMS:
         layers = [{name: weight.tile() for name, weight in layer.items()} for layer in layers]
     launch, gate = (tiles.launch, GATES[SILU.kind]) if is_tiled else (cuda.launch, SILU)
     width, qkv_width, inner = shapes["qkv"][1], shapes["qkv"][0], shapes["down"][1]
@@ -143,10 +190,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 8])
     parser.add_argument("--tiles", action="store_true", help="integers in tiles")
     options = parser.parse_args()
-    for form in FORMS:
+    for form in (*FORMS, *SUPER_LAYERS):
         if not re.search(options.forms, form):
             continue
-        if options.tiles and form.startswith("int"):
+        if form in SUPER_LAYERS:
+            for rows in options.rows:
+                run_supers(form, rows)
+        elif options.tiles and form.startswith("int"):
             few = [rows for rows in options.rows if rows <= 8]
             for rows in few:
                 run_layer(form, rows, is_tiled=True)

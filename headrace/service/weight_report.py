@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.kernels.coded_linear.codes import CodedMatrix
+    from headrace.kernels.coded_linear.device_codes import DeviceCodes
     from headrace.models.source import ModelSource
 
 EXPERTS = ".experts."
@@ -94,10 +95,14 @@ def _judge(
     if isinstance(weight, BlockTensor):
         if device.type == "cpu":
             return weight.blocks.kind, "own kernels, packed", "blocks are kept in 4 or 8 bits"
-        from headrace.kernels.coded_linear.device_codes import read_codes
+        if is_expert:
+            from headrace.kernels.coded_linear.device_codes import read_codes
 
-        judge = _judge_expert if is_expert else _judge_on_gpu
-        return weight.blocks.kind, *judge(read_codes(weight.blocks, device), device, dtype)
+            return weight.blocks.kind, *_judge_expert(read_codes(weight.blocks, device), device, dtype)
+        from headrace.kernels.coded_linear.choice import pack_parts
+
+        codes = pack_parts([weight.blocks], device, dtype, torch.cuda.get_device_capability(device))
+        return weight.blocks.kind, *_judge_codes(codes, dtype)
     if not isinstance(weight, CodedTensor):
         stored = str(weight.dtype).removeprefix("torch.")
         return stored, f"those of {plain}", "not quantised, or dequantised as --quantization or its format asks"
@@ -134,13 +139,19 @@ def _judge_expert(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype)
 def _judge_on_gpu(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     import torch
 
-    from headrace.kernels.coded_linear.choice import CodedChoice, describe_plan, pack_weight
+    from headrace.kernels.coded_linear.choice import pack_weight
 
-    capability = torch.cuda.get_device_capability(device)
-    codes = pack_weight(matrix.to(device), dtype, capability)
+    return _judge_codes(pack_weight(matrix.to(device), dtype, torch.cuda.get_device_capability(device)), dtype)
+
+
+def _judge_codes(codes: DeviceCodes | None, dtype: torch.dtype) -> tuple[str, str]:
+    import torch
+
+    from headrace.kernels.coded_linear.choice import CodedChoice, describe_plan
+
     if codes is None:
         return "dequantised", "its groups differ in size"
-    choice = CodedChoice()
+    choice, capability = CodedChoice(), torch.cuda.get_device_capability(codes.codes.device)
     plan = choice.judge(codes, dtype, capability)
     choice.save()
     kernel = "own or library kernels by rows" if plan.keeps_codes else "dequantised"

@@ -1,19 +1,21 @@
-// Products of tens of rows of x with integers of 4 or 8 bits in tiles: out [M, N] = x [M, K] times the weight [N, K]
+// Products of tens of rows of x with integers of 4, 6 or 8 bits in tiles: out [M, N] = x [M, K] times the weight [N, K]
 // transposed, or partial sums of shares of K. Codes are decoded once for all rows of a block.
 //
 // The layout of the weight is that of tiled_rows.cu. A block computes 16 outputs a warp and 8 * COLUMNS rows over a share
 // of the inputs, CHUNK units at a time. Codes and scales of a warp's two eights of rows, and the inputs of the rows of x,
 // come by asynchronous copies, STAGES chunks at a time; codes, which no kernel writes, before the previous kernel has
 // ended. Codes become bfloat16 in registers, plus 128 where they have 4 bits, and are the left operand of mma.m16n8k16;
-// sums of a group of inputs, less zero points times the sums of x, are multiplied by its scales in float32.
+// sums of a group of inputs, less zero points times the sums of x, are multiplied by its scales in float32. Of super-blocks
+// (super_blocks.cuh) they become the numbers of the weight, rounded once.
 //
 // Compiled by NVRTC for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
 // pairs of float16, with zero points, else float32; GROUP: inputs of a scale, 0: all; COLUMNS; WARPS; BLOCKS on a
-// multiprocessor; CHUNK; STAGES.
+// multiprocessor; CHUNK; STAGES. SUPER_FORM: 0, or the form of super-blocks, with CODE, PAIRS and GROUP 0.
 
 #include "numbers.cuh"
+#include "super_blocks.cuh"
 
-constexpr bool SHORT = CODE == 0, CORRECTS = SHORT || PAIRS;  // subtracts a multiple of the sum of x
+constexpr bool SHORT = CODE == 0, CORRECTS = !SUPER_FORM && (SHORT || PAIRS);  // subtracts a multiple of the sum of x
 constexpr int UNIT = SHORT ? 128 : 64, PLANES = SHORT ? 2 : 1;
 constexpr int PIECE = GROUP == 32 ? 8 : 16, HALVES = 16 / PIECE;  // bytes that a thread reads at a time
 constexpr int GROUPS = GROUP == 0 || GROUP >= UNIT ? 1 : UNIT / GROUP;  // scales of a unit
@@ -22,18 +24,20 @@ constexpr int EACH = GROUP > UNIT ? GROUP / UNIT : 1;      // units that share a
 constexpr int THREADS = 32 * WARPS;
 constexpr float BASE = SHORT ? 128.f : 0.f;                // what decoded codes are more than the code
 constexpr int ROWS = 8 * COLUMNS, CHUNK_INPUTS = CHUNK * UNIT, PITCH = CHUNK_INPUTS * 2 + 16;
-constexpr int QUANTA = CHUNK * GROUPS, TABLE = GROUP ? (QUANTA + EACH - 1) / EACH * 32 : 0;  // of eight rows
-constexpr int WARP_BYTES = 2 * (CHUNK * 512 + TABLE), X_BYTES = ROWS * PITCH;
+constexpr int QUANTA = CHUNK * GROUPS;
+constexpr int UNIT_BYTES = SUPER_FORM ? Supers<SUPER_FORM>::UNIT_BYTES : 512, SUPER_BYTES = Supers<SUPER_FORM>::TABLE_BYTES;
+constexpr int TABLE = SUPER_FORM ? (CHUNK + 1) / 2 * SUPER_BYTES : GROUP ? (QUANTA + EACH - 1) / EACH * 32 : 0;  // of eight rows
+constexpr int WARP_BYTES = 2 * (CHUNK * UNIT_BYTES + TABLE), X_BYTES = ROWS * PITCH;
 constexpr int STAGE = WARPS * WARP_BYTES + X_BYTES;
 
 struct Call {
   const uint16 *x, *bias;
   uint16 *out;
-  float *parts;  // [splits, rows, outputs] of partial sums, or null: of one split, to `out`
+  float *parts;  // [splits, rows, columns] of partial sums, or null: of one split, to `out`
   const char *codes;
   const uint32 *scales;
   int64 x_stride;
-  int rows, outputs, inputs;
+  int rows, outputs, inputs, columns;  // columns: outputs of a row of `out` and of `parts`
   int units_each, splits, tiles;  // units of a split, a multiple of CHUNK; tiles of outputs come first in a block's
                                   // number, then splits, then tiles of rows
 };
@@ -73,15 +77,19 @@ __device__ __forceinline__ void fetch_codes(
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int64 eight = min(tile * (2 * WARPS) + 2 * warp + i, last);
-    const char *from = call.codes + (eight * units + first) * 512 + lane * 16;
+    const char *from = call.codes + (eight * units + first) * UNIT_BYTES;
 #pragma unroll
-    for (int u = 0; u < CHUNK; u++)
-      if (first + u < units) copy16(own + (i * CHUNK + u) * 512 + lane * 16, from + u * 512);
-    if (GROUP) {
-      const int word = first * GROUPS / EACH;
-      const char *table = (const char *)(call.scales + (eight * groups + word) * 8);
-      for (int at = lane * 16; at < min(TABLE, (groups - word) * 32); at += 512)
-        copy16(own + 2 * CHUNK * 512 + i * TABLE + at, table + at);
+    for (int u = 0; u < CHUNK; u++) {
+#pragma unroll
+      for (int at = lane * 16; at < UNIT_BYTES; at += 512)
+        if (first + u < units) copy16(own + (i * CHUNK + u) * UNIT_BYTES + at, from + u * UNIT_BYTES + at);
+    }
+    if (GROUP || SUPER_FORM) {
+      const int64 whole = SUPER_FORM ? int64(units / 2) * SUPER_BYTES : groups * 32;  // of eight rows
+      const int begin = SUPER_FORM ? first / 2 * SUPER_BYTES : first * GROUPS / EACH * 32;
+      const char *table = (const char *)call.scales + eight * whole + begin;
+      for (int at = lane * 16; at < min(int64(TABLE), whole - begin); at += 512)
+        copy16(own + 2 * CHUNK * UNIT_BYTES + i * TABLE + at, table + at);
     }
   }
 }
@@ -116,6 +124,39 @@ __device__ __forceinline__ void add_rows(const char *x, float *sums) {
   }
 }
 
+// `total` plus the products of a unit, whose codes lie at `codes` and scales at `table` for a warp's first eight rows.
+__device__ __forceinline__ void add_supers(
+    float (*total)[4], const char *codes, const char *table, const char *x, bool odd, int quad, int part) {
+  SuperCodes<SUPER_FORM> own[2];
+  SuperScales<SUPER_FORM> scales[2];
+  SuperNumbers<SUPER_FORM> numbers[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    own[i].load(codes + i * CHUNK * UNIT_BYTES, quad, part);
+    scales[i].load(table + i * TABLE, quad, part, odd);
+  }
+#pragma unroll
+  for (int plane = 0; plane < 2; plane++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) numbers[i].set(scales[i], plane);
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      uint32 a[2][4];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) numbers[i].decode(own[i], plane, 2 * pair + j, a[j][i], a[j][2 + i]);
+      }
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+        const uint4 b = *(const uint4 *)(x + (8 * c + quad) * PITCH + (plane * 64 + part * 16 + pair * 8) * 2);
+        multiply(total[c], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+        multiply(total[c], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+      }
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tiled_block(const Call call) {
   extern __shared__ __align__(128) char memory[];
   __shared__ float sums[2][ROWS * QUANTA];
@@ -137,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tiled_block(const 
   }
   const int output = (tile * WARPS + warp) * 16 + quad;
   uint32 whole[2] = {0, 0};
-  if (GROUP == 0) {
+  if (GROUP == 0 && !SUPER_FORM) {
 #pragma unroll
     for (int i = 0; i < 2; i++)
       whole[i] = __ldg(call.scales + min(output + 8 * i, ((call.outputs + 7) & ~7) - 8 + quad));
@@ -162,13 +203,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tiled_block(const 
     const char *own = stage + warp * WARP_BYTES;
 #pragma unroll
     for (int u = 0; u < CHUNK; u++) {
-      if (begin + chunk * CHUNK + u >= units) break;
+      const int unit = begin + chunk * CHUNK + u;
+      if (unit >= units) break;
+      if (SUPER_FORM) {
+        const char *table = own + 2 * CHUNK * UNIT_BYTES + (unit / 2 - (unit - u) / 2) * SUPER_BYTES;
+        add_supers(total, own + u * UNIT_BYTES, table, x + u * UNIT * 2, unit & 1, quad, part);
+        continue;
+      }
       uint32 words[2][4];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-          const char *from = own + (i * CHUNK + u) * 512 + quad * 64 + h * 32 + part * PIECE;
+          const char *from = own + (i * CHUNK + u) * UNIT_BYTES + quad * 64 + h * 32 + part * PIECE;
           if (PIECE == 16)
             *(uint4 *)words[i] = *(const uint4 *)from;
           else
@@ -207,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tiled_block(const 
           const bool ends = GROUPS > PLANES || (h == HALVES - 1 && (GROUPS == PLANES || plane == PLANES - 1));
           if (!ends) continue;
           const int group = GROUPS == 1 ? 0 : plane * (GROUPS / PLANES) + (GROUPS == PLANES ? 0 : h);
-          const uint32 *table = (const uint32 *)(own + 2 * CHUNK * 512) + (u * GROUPS / EACH + group) * 8 + quad;
+          const uint32 *table = (const uint32 *)(own + 2 * CHUNK * UNIT_BYTES) + (u * GROUPS / EACH + group) * 8 + quad;
           float scale[2], zero[2];
 #pragma unroll
           for (int i = 0; i < 2; i++) {
@@ -240,9 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tiled_block(const 
     for (int e = 0; e < 4; e++) {
       const int m = row + 8 * c + part * 2 + e % 2, n = output + 8 * (e / 2);
       if (m >= call.rows || n >= call.outputs) continue;
-      const int64 at = int64(m) * call.outputs + n;
+      const int64 at = int64(m) * call.columns + n;
       if (call.parts)
-        call.parts[int64(split) * call.rows * call.outputs + at] = total[c][e];
+        call.parts[int64(split) * call.rows * call.columns + at] = total[c][e];
       else
         call.out[at] = uint16(narrow(total[c][e] + (call.bias ? widen(call.bias[n]) : 0.f), 0.f));
     }

@@ -13,15 +13,18 @@
 // Macros: ROWS (64, 96, 128, 192, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), PIECES (2 or 4), STAGES, GATE (0,
 // or a kind of activation: a block then has half as many outputs, its rows alternate 8 of gate, 8 of up), PAIRS (1:
 // scales are pairs of float16, with zero points, else float32), WHOLE (1: zero points are whole numbers below 128),
-// SCALE (inputs that share a scale, 0: all). Compiled by NVRTC.
+// SCALE (inputs that share a scale, 0: all), SUPER_FORM (1: codes of 4 bits in super-blocks with mins, see
+// super_blocks.cuh, with PAIRS 0, WHOLE 0 and SCALE 32; else 0). Compiled by NVRTC.
 
 #define EXPERTS 1
 #include "numbers.cuh"
 #include "hopper.cuh"
+#include "super_blocks.cuh"
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, OUTPUTS = GATE ? WIDE / 2 : WIDE;
 constexpr int WORDS = SCALE == 32 ? 4 : SCALE == 64 ? 2 : 1;    // scales of a unit of a row
 constexpr int EACH = SCALE > DEPTH ? SCALE / DEPTH : 1;         // units that share one
+static_assert(SUPER_FORM == 0 || (SUPER_FORM == 1 && SCALE == 32), "a super-block's table has 16 bytes, like 4 words");
 constexpr uint32 X_BYTES = ROWS * DEPTH * 2, TABLE_BYTES = WIDE * WORDS * 4, UNIT_BYTES = WIDE * DEPTH / 2;
 constexpr uint32 CODE_BYTES = UNIT_BYTES + TABLE_BYTES, STAGE_BYTES = X_BYTES + CODE_BYTES;  // codes, then scales
 static_assert(X_BYTES % 1024 == 0 && CODE_BYTES % 512 == 0, "swizzles begin with each stage");
@@ -66,7 +69,8 @@ __device__ __forceinline__ bool find_work(const Call &call, int index, const Pla
   return true;
 }
 
-struct Maps {  // of tensors; of codes [pairs of eights, 2, units, 8, 64 bytes], of scales [.., 2, words, 1, 32 bytes]
+struct Maps {  // of tensors; of codes [pairs of eights, 2, units, 8, 64 bytes], of scales [.., 2, words, 1, 32 bytes],
+               // or of super-blocks [.., 2, super-blocks, 4, 32 bytes]
   const TensorMap *x, *codes, *scales;
 };
 
@@ -80,7 +84,7 @@ __device__ __forceinline__ void load_pairs(uint32 to, const TensorMap *map, uint
 // Ask for a unit's codes and scales, zeros beyond the last outputs; the stage then also waits for rows of x.
 __device__ __forceinline__ void ask_codes(const Maps &maps, const Ring &ring, const Work &work, int unit) {
   uint32 full = ring.bars + 16 * ring.stage, to = ring.code_tiles + ring.stage * CODE_BYTES;
-  int pair = work.tile.output / (GATE ? 8 : 16), word = SCALE == 0 ? 0 : unit * WORDS / EACH;
+  int pair = work.tile.output / (GATE ? 8 : 16), word = SUPER_FORM ? unit / 2 : SCALE == 0 ? 0 : unit * WORDS / EACH;
   expect_bytes(full, STAGE_BYTES);
   load_pairs(to, maps.codes, full, unit, pair);
   load_pairs(to + UNIT_BYTES, maps.scales, full, word, pair);
@@ -121,16 +125,6 @@ __device__ __forceinline__ void fetch_work(const Call &call, const Maps &maps, R
   }
 }
 
-__device__ __forceinline__ uint32 fma(uint32 a, uint32 b, uint32 c) {  // of pairs of bfloat16
-  uint32 out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
-__device__ __forceinline__ uint32 product(uint32 a, uint32 b) {
-  uint32 out;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
 __device__ __forceinline__ uint32 load_word(uint32 from) {
   uint32 word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from));
@@ -156,8 +150,8 @@ struct Scale {
   // The difference is exact, and so is its product with `low` but for its last bits, 16 below the number's first.
   template <bool LOW>
   __device__ __forceinline__ uint32 decode(uint32 codes) const {
-    uint32 number = fma(codes & (LOW ? 0x000F000Fu : 0x00F000F0u), LOW ? LOW_LIFT : HIGH_LIFT, zero);
-    return fma(number, high, product(number, low));
+    uint32 number = fma_pairs(codes & (LOW ? 0x000F000Fu : 0x00F000F0u), LOW ? LOW_LIFT : HIGH_LIFT, zero);
+    return fma_pairs(number, high, product_of_pairs(number, low));
   }
 #else
   // A code at bits 12 to 15 of a float of this exponent is its number plus BASE.
@@ -168,6 +162,24 @@ struct Scale {
   __device__ __forceinline__ void set(uint32 word) {
     scale = PAIRS ? half_of(word, false) : __uint_as_float(word);
     offset = -(BASE + (PAIRS ? half_of(word, true) : 0.f)) * scale;
+  }
+  // Of a unit of a super-block of a row, its factors and 24 bits for each half of a plane.
+  uint32 factors, six[2];
+
+  __device__ __forceinline__ void load(uint32 table, bool odd) {
+    uint32 words[4];
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(table));
+    factors = words[0];
+    const uint32 low = odd ? words[2] : words[1], high = odd ? words[3] : words[2];
+    six[0] = odd ? __byte_perm(low, high, 0x5432) : low;
+    six[1] = odd ? high >> 8 : __byte_perm(low, high, 0x6543);
+  }
+  __device__ __forceinline__ void choose(int plane, int half) {
+    SuperScales<SUPER_FORM> own;
+    own.set(six[half]);
+    scale = half_of(factors, false) * float(own.scale[plane]);
+    offset = -(BASE * scale + half_of(factors, true) * float(own.min[plane]));
   }
   template <bool LOW>
   __device__ __forceinline__ uint32 decode(uint32 codes) const {
@@ -191,9 +203,13 @@ __device__ __forceinline__ void decode_all(
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
+#if SUPER_FORM
+      if (piece % 2 == 0) scales[half].choose(!LOW, (FIRST + piece) / 2);
+#else
       int word = WORDS == 2 ? !LOW : (LOW ? 0 : 2) + (FIRST + piece) / 2;
       if (WORDS == 4 ? piece % 2 == 0 : WORDS == 2 && piece == 0)
         scales[half].set(load_word(table + (half * WORDS + word) * 32));
+#endif
 #pragma unroll
       for (int i = half; i < 4; i += 2) a[piece][i] = scales[half].template decode<LOW>(codes[piece][i]);
     }
@@ -242,20 +258,24 @@ __device__ __forceinline__ void add_pieces(
   multiply_all(sums, high, rows + X_BYTES / 2 / 16 + 2 * FIRST, true);
 }
 
-// The sums of an item, of this thread's row `row` of the block's and the one 8 further.
+// The sums of an item from unit `first` on, of this thread's row `row` of the block's and the one 8 further.
 __device__ __forceinline__ void add_up(
-    float (&sums)[ROWS / 2], Ring &ring, uint32 row, int steps
+    float (&sums)[ROWS / 2], Ring &ring, uint32 row, int first, int steps
 ) {
   int lane = threadIdx.x % 32;
   // rows of 64 bytes, swizzled by 64 bytes: the 16 bytes of a piece are exchanged by row / 2 % 4
   uint32 bytes = ring.code_tiles + row * 64 + lane % 4 * 2, turned = row / 2 % 4 * 16;
-  uint32 table = ring.code_tiles + UNIT_BYTES + row / 8 * (WORDS * 32) + lane / 4 * 4, before = 0;
+  uint32 table = ring.code_tiles + UNIT_BYTES + row / 8 * (WORDS * 32) + lane / 4 * (SUPER_FORM ? 16 : 4), before = 0;
   uint32 low[PIECES][4], high[PIECES][4];
   Scale scales[2];
   for (int step = 0; step < steps; ++step) {
     wait_for(ring.bars + 16 * ring.stage, ring.phase);
     uint64 rows = describe_operand(ring.x_tiles + ring.stage * X_BYTES);
     uint32 at = bytes + ring.stage * CODE_BYTES, own = table + ring.stage * CODE_BYTES;
+#if SUPER_FORM
+#pragma unroll
+    for (int half = 0; half < 2; ++half) scales[half].load(own + half * 128, (first + step) & 1);
+#endif
 #pragma unroll
     for (int half = 0; half < (WORDS == 1 ? 2 : 0); ++half) scales[half].set(load_word(own + half * 32));
     add_pieces<0>(sums, low, high, scales, at, turned, own, rows, step > 0, before);
@@ -308,7 +328,7 @@ __device__ __forceinline__ void multiply_work(const Call &call, Ring &ring, cons
   float sums[ROWS / 2];
   Work work;
   for (int index = place.cluster; find_work(call, index, place, work); index += gridDim.x / CLUSTER) {
-    add_up(sums, ring, row, work.last - work.first);
+    add_up(sums, ring, row, work.first, work.last - work.first);
     finish_work(call, sums, work, row);
   }
 }

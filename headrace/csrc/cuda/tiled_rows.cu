@@ -1,4 +1,4 @@
-// Products of few rows of x with integers of 4 or 8 bits in tiles: out [M, N] = x [M, K] times the weight [N, K]
+// Products of few rows of x with integers of 4, 6 or 8 bits in tiles: out [M, N] = x [M, K] times the weight [N, K]
 // transposed, also with the norm before it and the gated activation after it. Bound by reading the weight once.
 //
 // A unit of a row of the weight is 64 bytes of codes: 128 inputs of 4 bits, of which byte b has input b in its low half
@@ -15,12 +15,19 @@
 // quantum are exact. Which inputs a thread holds does not matter as long as both operands agree, so that a thread reads
 // 16 bytes at a time.
 //
+// Of super-blocks (super_blocks.cuh) a quantum is a unit, and a thread has 16 inputs of each plane that share a scale
+// with none of its neighbours'. Each row of x is multiplied by itself: of the eight columns, two are for the inputs of
+// each of the four threads of a quad and zero for those of the others. So a thread gets the sums of its own inputs, which
+// it multiplies by their scales as integers, and the four meet at the end of a tile.
+//
 // Compiled by NVRTC for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
 // pairs of float16, with zero points, else float32; GROUP: inputs of a scale, 0: all; WARPS that multiply;
-// CHUNK: units, a multiple of what shares a scale.
+// CHUNK: units, a multiple of what shares a scale. SUPER_FORM: 0, or the form of super-blocks, with CODE, PAIRS and GROUP
+// 0; TAIL_FORM: 0, or that of rows that follow; MOST: rows of x of super-blocks at most, 1, 2, 4 or 8, else 0.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
+#include "super_blocks.cuh"
 
 constexpr bool SHORT = CODE == 0;
 constexpr int UNIT = SHORT ? 128 : 64, PLANES = SHORT ? 2 : 1;
@@ -29,8 +36,24 @@ constexpr int GROUPS = GROUP == 0 || GROUP >= UNIT ? 1 : UNIT / GROUP;  // scale
 constexpr int QUANTUM = UNIT / GROUPS;                     // inputs of x that share a power of two
 constexpr int EACH = GROUP > UNIT ? GROUP / UNIT : 1;      // units that share a scale
 constexpr int THREADS = 32 * WARPS, RED = 20;              // that multiply; floats of a column of partial sums
-constexpr int CODE_BYTES = CHUNK * 512, TABLE_BYTES = GROUP ? CHUNK * GROUPS / EACH * 32 : 0;  // of eight rows
-constexpr int STAGE = 2 * (CODE_BYTES + TABLE_BYTES);
+constexpr bool HAS_MINS = SUPER_FORM == 1 || SUPER_FORM == 2 || TAIL_FORM == 1 || TAIL_FORM == 2;
+static_assert(!SUPER_FORM || (WARPS % 2 == 0 && CHUNK % 2 == 0), "a warp has units of one half of super-blocks");
+constexpr int SPANS = 8;                                   // of a unit, of 16 inputs whose sum mins multiply
+
+// Bytes of eight rows.
+template <int FORM>
+struct Piece {
+  static constexpr int UNIT = FORM ? Supers<FORM>::UNIT_BYTES : 512;
+  __host__ __device__ static constexpr int count_table(int units) {
+    if (FORM) return units / 2 * Supers<FORM>::TABLE_BYTES;
+    return GROUP ? (units * GROUPS + EACH - 1) / EACH * 32 : 0;
+  }
+  static constexpr int CODE_BYTES = CHUNK * UNIT, TABLE_BYTES = count_table(CHUNK);
+  static constexpr int STAGE = 2 * (CODE_BYTES + TABLE_BYTES);
+};
+constexpr int CODE_BYTES = Piece<SUPER_FORM>::CODE_BYTES, TABLE_BYTES = Piece<SUPER_FORM>::TABLE_BYTES;
+constexpr int TAIL_STAGE = TAIL_FORM ? Piece<TAIL_FORM>::STAGE : 0;
+constexpr int STAGE = TAIL_STAGE > Piece<SUPER_FORM>::STAGE ? TAIL_STAGE : Piece<SUPER_FORM>::STAGE;
 // Codes in the high half of a byte count 16 times, so sums do, by SHIFT bits, and quanta undo it.
 constexpr int SHIFT = SHORT ? 4 : 0;
 constexpr uint32 X_EXPONENT = 13;                          // the largest number of a quantum becomes 2**13 to 2**14
@@ -42,10 +65,12 @@ struct Call {
   uint16 *out, *total;
   const char *codes;
   const uint32 *scales;
+  const char *tail_codes, *tail_scales;
   int64 x_stride, residual_stride;
   int rows, outputs, inputs, padded, stages;  // padded: bytes of a row's digits in shared memory; stages of the ring
   int gate;  // 0 none, 1 silu, 2 gelu_tanh; the weight then has `outputs` rows of gate, then of up
   int wide;  // 1: `out` is float32
+  int head_tiles;  // of 16 rows of the weight, before those of the other form
   float eps, offset;
 };
 
@@ -53,6 +78,7 @@ struct Call {
 __device__ __forceinline__ void synchronise() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 // sum [16, 8] += codes [16, 32] times digits [32, 8].
+template <bool SIGNED>
 __device__ __forceinline__ void multiply(
     int *sum, uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
 #define MULTIPLY(TYPE)                                                                              \
@@ -60,7 +86,7 @@ __device__ __forceinline__ void multiply(
       "{%8, %9}, {%0, %1, %2, %3};"                                                                 \
       : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])                                      \
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-  if (CODE == 3)
+  if (SIGNED)
     MULTIPLY("s8");
   else
     MULTIPLY("u8");
@@ -73,9 +99,11 @@ __device__ __forceinline__ uint32 pick(uint32 word, int plane) {
 }
 
 // A quantum of x is told in a word: its power of two as the sign and exponent of a float, and in the mantissa, plus 2**22,
-// the sum of its integers. An infinity or a NaN in x makes it a NaN.
+// the sum of its integers. An infinity or a NaN in x makes it a NaN. Of super-blocks it is a float, 2**-SHIFT times the
+// power.
 __device__ __forceinline__ uint32 tell_quantum(uint32 exponent, int sum) {
   const uint32 power = exponent >= 255 ? 255 : exponent - X_EXPONENT - SHIFT;
+  if (SUPER_FORM) return exponent >= 255 ? 0x7FC00000u : power << 23;
   return power << 23 | uint32(sum + (1 << 22));
 }
 __device__ __forceinline__ float power_of(uint32 quantum) {
@@ -88,9 +116,9 @@ __device__ __forceinline__ float sum_of(uint32 quantum) {  // times 2**SHIFT
 }
 
 // Eight numbers of x, of one row, as digits to shared memory, and what tells their quantum, of which the first lane of
-// those that share it writes. All lanes of the quantum take part.
+// those that share it writes, like the first of two the sum of their `span` times 2**SHIFT. All lanes of the quantum take part.
 __device__ __forceinline__ void put_digits(
-    const uint32 *v, char *high, char *low, uint32 *quantum, bool is_there) {
+    const uint32 *v, char *high, char *low, uint32 *quantum, int *span, bool is_there) {
   constexpr float MAGIC = 12582912.f;  // 1.5 * 2**23: the sum's last bits are the rounded integer
   uint32 most = __vmaxu2(__vmaxu2(v[0] & 0x7FFF7FFFu, v[1] & 0x7FFF7FFFu),
                          __vmaxu2(v[2] & 0x7FFF7FFFu, v[3] & 0x7FFF7FFFu));
@@ -106,7 +134,7 @@ __device__ __forceinline__ void put_digits(
     const float first = __fmaf_rn(widen(v[j] & 0xFFFF), lift, MAGIC);
     const float second = __fmaf_rn(__uint_as_float(v[j] & 0xFFFF0000u), lift, MAGIC);
     bits[2 * j] = __float_as_uint(first), bits[2 * j + 1] = __float_as_uint(second);
-    if (PAIRS) sum += (first - MAGIC) + (second - MAGIC);
+    if (PAIRS || HAS_MINS) sum += (first - MAGIC) + (second - MAGIC);
   }
 #pragma unroll
   for (int j = 0; j < 2; j++) {
@@ -120,16 +148,19 @@ __device__ __forceinline__ void put_digits(
 #pragma unroll
     for (int step = QUANTUM / 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
   }
+  if (HAS_MINS) sum += __shfl_xor_sync(~0u, sum, 1);
   if (!is_there) return;
+  if (HAS_MINS && threadIdx.x % 2 == 0) *span = int(sum) << SHIFT;
   *(uint2 *)low = {packed[0], packed[1]};
   *(uint2 *)high = {packed[2], packed[3]};
   if (threadIdx.x % (QUANTUM / 8) == 0) *quantum = tell_quantum(exponent, int(sum));
 }
 
 // x (or, with a norm, x plus the residual, times the norm's weight) to shared memory as digits. `quanta` [M, quanta] tells
-// of them; `squares` [M, WARPS]. Rows are `width` inputs long there. A thread has as many loads on their way as BATCH.
+// of them, `spans` [M, units, 4, 2] has sums, by part of a plane and plane; `squares` [M, WARPS]. Rows are `width` inputs long there. A thread has as many loads on their way as BATCH.
 template <bool NORM, int BATCH>
-__device__ __forceinline__ void stage_rows(const Call &call, char *x, uint32 *quanta, float *squares, int width) {
+__device__ __forceinline__ void stage_rows(
+    const Call &call, char *x, uint32 *quanta, int *spans, float *squares, int width) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int m = 0; m < call.rows; m++) {
     float square = 0.f;
@@ -164,7 +195,9 @@ __device__ __forceinline__ void stage_rows(const Call &call, char *x, uint32 *qu
           if (blockIdx.x == 0 && at < call.inputs) *(uint4 *)(call.total + int64(m) * call.inputs + at) = *(uint4 *)r;
         }
         char *high = x + 2 * m * call.padded + at;
-        put_digits(v, high, high + call.padded, quanta + (m * width + at) / QUANTUM, at < width);
+        const int span = at / 16 % 4 * 2 + at / 64 % 2;
+        put_digits(v, high, high + call.padded, quanta + (m * width + at) / QUANTUM,
+                   spans + (m * width + at) / 128 * SPANS + span, at < width);
       }
     }
     if (NORM) {
@@ -182,6 +215,7 @@ struct Place {  // of a thread; and sizes of the whole call
   uint32 added, read;  // barriers of the buffers of sums
   const char *ring, *x;  // in shared memory, like what tells of quanta of x, squares for the norm, and partial sums
   uint32 *quanta;
+  int *spans;
   float *squares, *parts;
 };
 
@@ -199,7 +233,8 @@ __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
   p.added = p.full + 16 * call.stages, p.read = p.added + 8 * BUFFERS;
   p.x = memory + 16 * (call.stages + BUFFERS);
   p.quanta = (uint32 *)(p.x + 2 * call.rows * call.padded);
-  p.squares = (float *)(p.quanta + call.rows * p.units * GROUPS);
+  p.spans = (int *)(p.quanta + call.rows * p.units * GROUPS);
+  p.squares = (float *)(p.spans + (HAS_MINS ? call.rows * p.units * SPANS : 0));
   p.parts = p.squares + (call.norm ? call.rows * WARPS : 0);  // [BUFFERS, WARPS, rows, RED]
   return p;
 }
@@ -221,27 +256,40 @@ __device__ __forceinline__ void prefetch_rows(const Call &call, const Place &p) 
   }
 }
 
+// Ask for units of two eights of rows, in which others have `codes` and `scales` in front, and for their scales.
+template <int FORM>
+__device__ __forceinline__ void copy_chunk(
+    const char *codes, const char *scales, const int (&eights)[2], const Place &p, int chunk, uint32 stage, uint32 full,
+    int64 policy) {
+  using Own = Piece<FORM>;
+  const int here = min(CHUNK, p.units - chunk * CHUNK), table = Own::count_table(here);
+  const int64 whole = Own::count_table(p.units);
+  expect_bytes(full, 2 * (here * Own::UNIT + table));
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    copy_bytes(stage + i * Own::CODE_BYTES, codes + (int64(eights[i]) * p.units + chunk * CHUNK) * Own::UNIT,
+               here * Own::UNIT, full, policy);
+    if (FORM || GROUP)
+      copy_bytes(stage + 2 * Own::CODE_BYTES + i * Own::TABLE_BYTES,
+                 scales + eights[i] * whole + chunk * Own::TABLE_BYTES, table, full, policy);
+  }
+}
+
 // Keep the ring full: one thread.
 __device__ __forceinline__ void produce(const Call &call, const Place &p) {
-  const int groups = GROUP == 0 ? 0 : (p.units * GROUPS + EACH - 1) / EACH;
   uint32 slot = 0, parity = 1;
   const int64 policy = read_once();
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const int eights[2] = {find_eight(call, tile, 0), find_eight(call, tile, 1)};
+    const bool is_tail = TAIL_FORM && tile >= call.head_tiles;
+    const int before = is_tail ? 2 * call.head_tiles : 0;
+    const int eights[2] = {find_eight(call, tile, 0) - before, find_eight(call, tile, 1) - before};
     for (int chunk = 0; chunk < p.chunks; chunk++) {
       const uint32 full = p.full + 8 * slot, stage = shared_address(p.ring) + slot * STAGE;
-      const int here = min(CHUNK, p.units - chunk * CHUNK);
-      const int words = GROUP == 0 ? 0 : (here * GROUPS + EACH - 1) / EACH;
       wait_for(p.empty + 8 * slot, parity);
-      expect_bytes(full, 2 * (here * 512 + words * 32));
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        copy_bytes(stage + i * CODE_BYTES, call.codes + (int64(eights[i]) * p.units + chunk * CHUNK) * 512, here * 512, full,
-             policy);
-        if (GROUP)
-          copy_bytes(stage + 2 * CODE_BYTES + i * TABLE_BYTES,
-               call.scales + (int64(eights[i]) * groups + chunk * (CHUNK * GROUPS / EACH)) * 8, words * 32, full, policy);
-      }
+      if (is_tail)
+        copy_chunk<TAIL_FORM>(call.tail_codes, call.tail_scales, eights, p, chunk, stage, full, policy);
+      else
+        copy_chunk<SUPER_FORM>(call.codes, (const char *)call.scales, eights, p, chunk, stage, full, policy);
       if (++slot == call.stages) slot = 0, parity ^= 1;
     }
   }
@@ -288,8 +336,9 @@ __device__ __forceinline__ void add_unit(
     for (int h = 0; h < 2; h++) {
 #pragma unroll
       for (int n = 0; n < TILES; n++)
-        multiply(sum[n][plane], pick(own[0][2 * h], plane), pick(own[1][2 * h], plane), pick(own[0][2 * h + 1], plane),
-                 pick(own[1][2 * h + 1], plane), b[n][2 * h], b[n][2 * h + 1]);
+        multiply<CODE == 3>(sum[n][plane], pick(own[0][2 * h], plane), pick(own[1][2 * h], plane),
+                            pick(own[0][2 * h + 1], plane),
+                            pick(own[1][2 * h + 1], plane), b[n][2 * h], b[n][2 * h + 1]);
       const bool ends = GROUPS > PLANES || (h == 1 && (GROUPS == PLANES || plane == PLANES - 1));
       if (!ends) continue;
       const int group = GROUPS == 1 ? 0 : plane * (GROUPS / PLANES) + (GROUPS == PLANES ? 0 : h);
@@ -315,6 +364,57 @@ __device__ __forceinline__ void add_unit(
           total[n][i] += scale[i] * power_of(quantum) * value;
         }
       }
+    }
+  }
+}
+
+// The same of super-blocks, for ROWS rows of x: of unit number `here` of a stage. A thread has sums of its own inputs.
+template <int FORM, int ROWS>
+__device__ __forceinline__ void add_supers(
+    float (*total)[2], const char *stage, int here, const Call &call, const Place &p, int unit) {
+  using Own = Piece<FORM>;
+  const bool has_column = p.quad >> 1 == p.part, odd = p.warp & 1;  // the unit is as odd as the warp
+  SuperScales<FORM> scales[2];
+  uint32 a[2][2][4];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    SuperCodes<FORM> codes;
+    codes.load(stage + i * Own::CODE_BYTES + here * Own::UNIT, p.quad, p.part);
+    scales[i].load(stage + 2 * Own::CODE_BYTES + i * Own::TABLE_BYTES + Own::count_table(here), p.quad, p.part, odd);
+#pragma unroll
+    for (int plane = 0; plane < 2; plane++) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) a[i][plane][j] = codes.pick(plane, j);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < ROWS; m++) {
+    const int row = min(m, call.rows - 1), quantum = row * p.units + unit;
+    const char *x = p.x + (2 * row + p.quad % 2) * call.padded + unit * UNIT + p.part * 16;
+    int high[2] = {0, 0}, low[2] = {0, 0};
+#pragma unroll
+    for (int plane = 0; plane < 2; plane++) {
+      uint4 b = {0, 0, 0, 0};
+      if (has_column) b = *(const uint4 *)(x + plane * 64);
+      int sum[4] = {0, 0, 0, 0};
+      multiply<!Supers<FORM>::MINS>(
+          sum, a[0][plane][0], a[1][plane][0], a[0][plane][1], a[1][plane][1], b.x, b.y);
+      multiply<!Supers<FORM>::MINS>(
+          sum, a[0][plane][2], a[1][plane][2], a[0][plane][3], a[1][plane][3], b.z, b.w);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {  // both fit an integer, but not the two together
+        high[i] += scales[i].lifted(plane) * sum[2 * i];
+        low[i] += scales[i].lifted(plane) * sum[2 * i + 1];
+      }
+    }
+    const float power = __uint_as_float(p.quanta[quantum]), lifted = power * float(1 << SHIFT >> Supers<FORM>::SHIFT);
+    int2 spans = {0, 0};
+    if (Supers<FORM>::MINS) spans = *(const int2 *)(p.spans + quantum * SPANS + p.part * 2);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      total[m][i] += scales[i].factor * lifted * fmaf(float(high[i]), 256.f, float(low[i]));
+      if (Supers<FORM>::MINS)
+        total[m][i] -= scales[i].min_factor * power * float(scales[i].min[0] * spans.x + scales[i].min[1] * spans.y);
     }
   }
 }
@@ -354,16 +454,17 @@ __device__ __forceinline__ void finish(const Call &call, const Place &p, int til
   if (lane == 0) arrive(p.read + 8 * buffer);
 }
 
-// Multiply what `produce` copies with up to 4 * TILES rows. The warps take turns in finishing tiles, each after the next
-// chunk.
-template <int TILES>
+// Multiply what `produce` copies with up to 4 * COUNT rows, or of super-blocks with COUNT. The warps take turns in
+// finishing tiles, each after the next chunk.
+template <int COUNT>
 __device__ __forceinline__ void consume(const Call &call, const Place &p) {
+  constexpr int AT_ONCE = COUNT == 1 ? EACH_WARP : COUNT == 2 && EACH_WARP > 1 ? 2 : 1;  // independent units
   uint32 slot = 0, parity = 0;
   int count = 0, pending = -1;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, count++) {
-    float total[TILES][2] = {};
+    float total[COUNT][2] = {};
     uint32 whole[2] = {0, 0};
-    if (GROUP == 0) {
+    if (GROUP == 0 && !SUPER_FORM) {
 #pragma unroll
       for (int i = 0; i < 2; i++) whole[i] = __ldg(call.scales + find_eight(call, tile, i) * 8 + p.quad);
     }
@@ -371,11 +472,22 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p) {
       const int here = min(CHUNK, p.units - chunk * CHUNK);
       const char *stage = p.ring + slot * STAGE;
       wait_for(p.full + 8 * slot, parity);
+      if (TAIL_FORM && tile >= call.head_tiles) {
+#pragma unroll AT_ONCE
+        for (int u = p.warp; u < here; u += WARPS)
+          add_supers<TAIL_FORM, COUNT>(total, stage, u, call, p, chunk * CHUNK + u);
+      } else if (SUPER_FORM) {
+#pragma unroll AT_ONCE
+        for (int u = p.warp; u < here; u += WARPS)
+          add_supers<SUPER_FORM, COUNT>(total, stage, u, call, p, chunk * CHUNK + u);
+      } else {
 #pragma unroll EACH_WARP
-      for (int u = p.warp; u < here; u += WARPS)
-        add_unit<TILES>(
-            total, stage + u * 512 + p.quad * 64 + p.part * PIECE,
-            (const uint32 *)(stage + 2 * CODE_BYTES) + u * GROUPS / EACH * 8 + p.quad, whole, call, p, chunk * CHUNK + u);
+        for (int u = p.warp; u < here; u += WARPS)
+          add_unit<COUNT>(
+              total, stage + u * 512 + p.quad * 64 + p.part * PIECE,
+              (const uint32 *)(stage + 2 * CODE_BYTES) + u * GROUPS / EACH * 8 + p.quad, whole, call, p,
+              chunk * CHUNK + u);
+      }
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive(p.empty + 8 * slot);
       if (++slot == call.stages) slot = 0, parity ^= 1;
@@ -385,9 +497,17 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p) {
     wait_for(p.read + 8 * buffer, count / BUFFERS & 1 ^ 1);
     float *own = p.parts + ((buffer * WARPS + p.warp) * call.rows) * RED;
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-      const int m = n * 4 + p.part;
-      if (m < call.rows) own[m * RED + p.quad] = total[n][0], own[m * RED + p.quad + 8] = total[n][1];
+    for (int n = 0; n < COUNT; n++) {
+      const int m = SUPER_FORM ? n : n * 4 + p.part;
+      if (SUPER_FORM) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          total[n][i] += __shfl_xor_sync(~0u, total[n][i], 1);
+          total[n][i] += __shfl_xor_sync(~0u, total[n][i], 2);
+        }
+      }
+      const bool is_own = m < call.rows && (!SUPER_FORM || p.part == 0);
+      if (is_own) own[m * RED + p.quad] = total[n][0], own[m * RED + p.quad + 8] = total[n][1];
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(p.added + 8 * buffer);
@@ -421,13 +541,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) tiled_rows(const C
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int width = p.units * UNIT;
     if (call.norm)
-      stage_rows<true, 2>(call, (char *)p.x, p.quanta, p.squares, width);
+      stage_rows<true, 2>(call, (char *)p.x, p.quanta, p.spans, p.squares, width);
     else
-      stage_rows<false, 7>(call, (char *)p.x, p.quanta, p.squares, width);
+      stage_rows<false, 7>(call, (char *)p.x, p.quanta, p.spans, p.squares, width);
     synchronise();
+#if SUPER_FORM
+    consume<MOST>(call, p);
+#else
     if (call.rows <= 4)
       consume<1>(call, p);
     else
       consume<2>(call, p);
+#endif
   }
 }

@@ -10,8 +10,9 @@ CODED_LINEAR = Operation("coded linear kernel")
 
 The query's shape has ``in_features``, ``out_features``, ``bits`` of a code, ``is_float`` (e4m3), ``group`` (inputs that
 share a scale), ``rows`` (outputs that share one), ``has_order``, ``looks_up`` (codes stand for entries of a table),
-``tiled`` and ``num_rows`` T. Solutions that round x to FP8 say so; all others multiply the weights, dequantised and
-rounded to x's dtype, as they are. `choice` measures which is fastest for a number of rows."""
+``tiled``, ``super_form`` (the number of `Supers`, or 0), ``has_tail`` (that of rows of another form, or 0) and
+``num_rows`` T. Solutions that round x to FP8 say so; all others multiply the weights, dequantised and rounded to x's
+dtype, as they are. `choice` measures which is fastest for a number of rows."""
 
 CODED_LINEAR.add(
     "reference", "headrace.kernels.coded_linear.reference:coded_linear", doc="dequantises, then torch's own GEMM"
@@ -28,9 +29,13 @@ MOST_CUDA_INPUTS = 98304
 """Of all rows of x together, which a block keeps in shared memory."""
 MOST_TILE_INPUTS = 81920
 """The same beside a ring of codes."""
+MOST_SUPER_INPUTS = 71680
+"""The same of weights of super-blocks, whose mins multiply sums of x."""
 MOST_WGMMA_ROWS, MOST_WGMMA_INPUTS = 4, 5 << 16
 """The latter of all rows together."""
 LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS = 5, 64
+SUPER_BLOCK_ROWS = 2, 256
+"""The same of weights of super-blocks."""
 LEAST_MANY_ROWS, MOST_MANY_ROWS = 33, 1024
 LEAST_GLUON_ROWS, MOST_GLUON_ROWS = 3, 512
 LEAST_WAVE_ROWS, LEAST_WAVE_OUTPUTS = 65, 7168
@@ -41,6 +46,8 @@ def _reason_against_codes(query: KernelQuery) -> str | None:
 
 
 def _reason_against_pieces(query: KernelQuery) -> str | None:
+    if query.shape.get("super_form"):
+        return "takes scales in one level"
     if query.shape.get("group", 0) % 16 and query.shape["group"] != query.shape.get("in_features"):
         return "takes scales of multiples of 16 inputs"
     return _reason_against_codes(query)
@@ -81,9 +88,9 @@ def _reason_against_tiles(query: KernelQuery) -> str | None:
     shape = query.shape
     if not shape.get("tiled"):
         return "takes integers in tiles"
-    rows = shape.get("num_rows", 1)
-    if rows > MOST_CUDA_ROWS or rows * shape.get("in_features", 0) > MOST_TILE_INPUTS:
-        return f"takes at most {MOST_CUDA_ROWS} rows and {MOST_TILE_INPUTS} inputs of all together"
+    rows, most = shape.get("num_rows", 1), MOST_SUPER_INPUTS if shape.get("super_form") else MOST_TILE_INPUTS
+    if rows > MOST_CUDA_ROWS or rows * shape.get("in_features", 0) > most:
+        return f"takes at most {MOST_CUDA_ROWS} rows and {most} inputs of all together"
     return _with_large_blocks(query)
 
 
@@ -91,8 +98,10 @@ def _reason_against_tile_block(query: KernelQuery) -> str | None:
     shape = query.shape
     if not shape.get("tiled"):
         return "takes integers in tiles"
-    if not LEAST_BLOCK_ROWS <= shape.get("num_rows", LEAST_BLOCK_ROWS) <= MOST_BLOCK_ROWS:
-        return f"takes {LEAST_BLOCK_ROWS} to {MOST_BLOCK_ROWS} rows"
+    # where no kernel of Triton is beside it, it begins and ends elsewhere
+    bounds = SUPER_BLOCK_ROWS if shape.get("super_form") else (LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS)
+    if not bounds[0] <= shape.get("num_rows", bounds[0]) <= bounds[1]:
+        return f"takes {bounds[0]} to {bounds[1]} rows"
     return _with_large_blocks(query)
 
 
@@ -100,6 +109,8 @@ def _reason_against_many_tiles(query: KernelQuery) -> str | None:
     shape = query.shape
     if not shape.get("tiled") or shape.get("bits") != 4:
         return "takes 4-bit integers in tiles"
+    if shape.get("super_form", 0) > 1 or shape.get("has_tail"):
+        return "takes super-blocks of codes of 4 bits with mins alone"
     if not LEAST_MANY_ROWS <= shape.get("num_rows", LEAST_MANY_ROWS) <= MOST_MANY_ROWS:
         return f"takes {LEAST_MANY_ROWS} to {MOST_MANY_ROWS} rows"
     return requires_hopper(query) or _with_large_blocks(query)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,13 +29,15 @@ from headrace.kernels.coded_linear import (
     FP8_GATED,
     FP8_SUMS,
 )
-from headrace.kernels.coded_linear.codes import Code, CodedMatrix
-from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix, stack_matrices
+from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes, pack_for_device, read_codes
 from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
+from headrace.kernels.coded_linear.super_blocks import pack_supers
 from headrace.kernels.cuda_source import CudaSourceError, note_fallback
 from headrace.kernels.linear import LINEAR_FLOAT, Norm
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.packed_linear.blocks import WeightBlocks
 from headrace.kernels.precompile import is_dry_run, precompile
 from headrace.kernels.rowwise import Gate
 from headrace.kernels.timing import Timer, time_chain
@@ -95,13 +97,17 @@ def describe_codes(
     weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int], *, in_float: bool = False
 ) -> KernelQuery:
     """The query of `CODED_LINEAR` without ``num_rows``; ``in_float``: for results in float32, as of `CODED_FLOAT`."""
-    is_short = weight.is_short or weight.code in SHORT_CODES
+    bits = 4 if weight.code in SHORT_CODES else weight.bits
     shape = {
-        "in_features": weight.in_features, "out_features": weight.out_features, "bits": 4 if is_short else 8,
+        "in_features": weight.in_features, "out_features": weight.out_features, "bits": bits,
         "is_float": int(weight.code is Code.E4M3), "rows": weight.rows, "has_order": int(weight.order is not None),
         "group": weight.group if weight.scales.shape[1] > 1 else weight.in_features,
         "looks_up": int(weight.code in SHORT_CODES and weight.code is not Code.E2M1), "tiled": int(weight.is_tiled),
     }
+    if weight.supers is not None:
+        shape |= {"super_form": weight.supers.number, "has_tail": 0}
+    if weight.tail is not None and weight.tail.supers is not None:
+        shape["has_tail"] = weight.tail.supers.number
     shape |= {"in_float": 1} if in_float else {}
     return KernelQuery(weight.codes.device.type, str(dtype).removeprefix("torch."), capability, shape)
 
@@ -110,12 +116,29 @@ def pack_weight(matrix: CodedMatrix, dtype: torch.dtype, capability: tuple[int, 
     """The layout of a dense weight on its device, in tiles if a solution for one row takes no other; None where inputs
     are grouped irregularly."""
     weight = pack_for_device(matrix)
-    if weight is None or weight.fault_of_tiles is not None:
-        return weight
+    return weight.tile() if weight is not None and _wants_tiles(weight, dtype, capability) else weight
+
+
+def pack_parts(
+    parts: Sequence[WeightBlocks], device: torch.device, dtype: torch.dtype, capability: tuple[int, int]
+) -> DeviceCodes | None:
+    """The layout of a dense weight of a GGUF file's blocks, above one another, on a GPU: super-blocks as the file has
+    them where a solution takes them, else as `pack_weight`; None where no layout holds all parts."""
+    supers = pack_supers(parts, device)
+    if supers is not None and _wants_tiles(supers, dtype, capability):
+        return supers.tile()
+    matrix = stack_matrices([read_codes(part, device) for part in parts])
+    return None if matrix is None else pack_weight(matrix, dtype, capability)
+
+
+def _wants_tiles(weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether a solution for one row takes it in tiles alone."""
+    if weight.fault_of_tiles is not None:
+        return False
     by_row, tiled = (
         find_solutions(describe_codes(replace(weight, is_tiled=own), dtype, capability), 1) for own in (False, True)
     )
-    return weight.tile() if set(tiled) - set(by_row) else weight
+    return bool(set(tiled) - set(by_row))
 
 
 def find_solutions(query: KernelQuery, num_rows: int) -> list[str]:
@@ -196,7 +219,7 @@ class CodedChoice:
             zeros = [weight.resize(*shape) for shape in sorted(others)]
         except torch.OutOfMemoryError:
             zeros = []
-        self.prepare([weight, *zeros], dtype, capability)
+        self.prepare([weight, *filter(None, zeros)], dtype, capability)
 
     def _describe(
         self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int], *, in_float: bool = False
@@ -269,6 +292,11 @@ def _take_first(query: KernelQuery) -> Plan:
 
 def describe_tables(weight: DeviceCodes) -> str:
     """The form of scales and zero points, on which kernels depend."""
+    if weight.supers is not None:
+        return "scales in two levels, " + "; ".join(
+            f"{part.supers.bits} bits {'with' if part.supers.has_mins else 'without'} mins"
+            for part in weight.parts if part.supers is not None
+        )
     zeros = "none" if not weight.has_zeros else "whole" if weight.has_whole_zeros else "any"
     return f"scales {str(weight.scales.dtype).removeprefix('torch.')}, zeros {zeros}"
 
@@ -368,7 +396,7 @@ def _call_fused(
 ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
     """The product with SiLU, and with the norm of twice ``x``, where a solution has them; the norm with SiLU is called
     too, as layers do."""
-    gated, normalised, can_gate = None, None, weight.out_features % 2 == 0
+    gated, normalised, can_gate = None, None, weight.out_features % 2 == 0 and weight.tail is None
     if name in CODED_GATED.names() and can_gate:
         gated = CODED_GATED.load(name)(x, weight, None, Gate("silu"))
     if name in CODED_NORM_LINEAR.names() and weight.order is None:

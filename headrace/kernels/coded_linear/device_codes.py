@@ -46,18 +46,19 @@ BLOCK_CODES = {Format.E2M1_GROUP: Code.E2M1, Format.IQ4_GROUP: Code.IQ4}
 class Supers(NamedTuple):
     """The form of a weight of super-blocks of `SUPER` inputs, as GGUF's K types have them; I is a multiple of it.
 
-    ``bits`` of a code: 4 as in other weights, or 6, of which 16 are kept in three words of four bytes: byte b of word w
-    has code 4 * w + b in its high bits, and in its low ones two bits of code 12 + b, the highest of which are in word 0.
-    Of each 128 inputs, word w of plane p (inputs 64 * p and on) of piece q (16 * q and on) is: words 0 to 2 of plane 0
-    and word 0 of plane 1 of all four pieces, 64 bytes, then words 1 and 2 of plane 1, 32 bytes.
+    ``bits`` of a code: 4 as in other weights, or 6, of which 16 are kept in three words of four bytes: byte b of word
+    w has code 4 * w + b in its high bits, and in its low ones two bits of code 12 + b, the highest of which are in word
+    0. Of each 128 inputs, with plane p the 64 from 64 * p on, and piece q of it the 16 from 16 * q on, there are words
+    0 to 2 of plane 0 and word 0 of plane 1 of all four pieces, 64 bytes, then words 1 and 2 of plane 1, 32 bytes.
 
     ``has_mins``: a weight is factor * scale * code - min_factor * min, of unsigned codes, and ``scales`` uint8 [O, I /
-    256 * 16]: both factors in float16, then twelve bytes: for each half of a super-block, and each half h of its planes,
-    24 bits with the scales of the groups of 32 inputs from 32 * h and 64 + 32 * h on, then their mins, 6 bits each.
-    Otherwise it is factor * scale * code, of signed codes (two's complement), and ``scales`` uint8 [O, I / 256 * 18]: for
-    each half of a super-block and each piece the int8 scales of its 16 inputs of both planes, then the factor in float16.
-    In tiles, scales are [O / 8, I / 256, 8, 16], without mins each followed by the factors of all eight rows, and codes of
-    6 bits [O / 8, I / 128, 768]: 64 bytes of each row, then 32 of each."""
+    256 * 16]: both factors in float16, then for each 128 inputs, and each half h of its planes, 24 bits with the scales
+    of the 32 inputs from 32 * h on of both planes, then their mins, 6 bits each. Otherwise it is factor * scale * code,
+    of signed codes (two's complement), and ``scales`` uint8 [O, I / 256 * 18]: for each 128 inputs and each piece the
+    int8 scales of its inputs in both planes, then the factor in float16.
+
+    In tiles, scales are [O / 8, I / 256, 8, 16], without mins each followed by the factors of all eight rows, and codes
+    of 6 bits [O / 8, I / 128, 768]: 64 bytes of each row, then 32 of each."""
 
     bits: int
     has_mins: bool
@@ -100,8 +101,8 @@ class DeviceCodes:
     groups are not consecutive inputs. ``values`` [16]: float32 values of short codes that are no integers, else None.
     ``has_whole_zeros``: zeros are whole numbers below 128, or 0 throughout. ``is_tiled``: in memory ``codes`` are
     [O / 8, bytes of a row / 64, 8, 64], and ``scales`` [O / 8, G, 8], while shapes stay as they are. ``supers``: scales
-    come in two levels, and ``codes`` are uint8 [O, I * bits / 8]. ``tail``: rows that follow, counted in O, whose supers
-    differ."""
+    come in two levels, and ``codes`` are uint8 [O, I * bits / 8]. ``tail``: rows that follow, counted in O, of other
+    supers."""
 
     code: Code
     in_features: int

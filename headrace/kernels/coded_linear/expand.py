@@ -18,6 +18,8 @@ from headrace.kernels.rowwise import Gate
 
 ROWS, WIDTH = 16, 256
 """Outputs, and bytes of each, of a program."""
+SUPER_UNITS = 4
+"""Of 128 inputs, that a program expands of weights of super-blocks."""
 MOST_EXPANDED = 1 << 26
 """Weights that a product with float32 outputs expands at a time: 128 MiB in half precision."""
 _BLOCK, _HALF, _POWER_GROUP = tl.constexpr(BLOCK), tl.constexpr(HALF), tl.constexpr(POWER_GROUP)
@@ -84,8 +86,84 @@ def _expand_kernel(
         )
 
 
+@triton.jit
+def _load_half(ptr, at, mask):
+    """The float16 at byte ``at``, as float32."""
+    bits = tl.load(ptr + at, mask=mask, other=0).to(tl.int32)
+    bits |= tl.load(ptr + at + 1, mask=mask, other=0).to(tl.int32) << 8
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _expand_supers_kernel(
+    codes_ptr, scales_ptr, out_ptr, N, K, SIX: tl.constexpr, MINS: tl.constexpr, ROWS: tl.constexpr,
+    UNITS: tl.constexpr
+):
+    """Of super-blocks in tiles: pieces of 16 inputs, [ROWS, UNITS * 8, 16]."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    nth = tl.program_id(1) * (UNITS * 8) + tl.arange(0, UNITS * 8)[None, :]
+    unit, plane, part = nth // 8, nth // 4 % 2, nth % 4
+    eight, r, is_there = row // 8, row % 8, (row < N) & (unit * _BLOCK < K)
+    block, odd = eight * (K // (2 * _BLOCK)) + unit // 2, unit % 2
+    if MINS:
+        table = block * 128 + r * 16
+        six = table + 4 + 3 * (2 * odd + part // 2)
+        bits = tl.load(scales_ptr + six, mask=is_there, other=0).to(tl.int32)
+        bits |= tl.load(scales_ptr + six + 1, mask=is_there, other=0).to(tl.int32) << 8
+        bits |= tl.load(scales_ptr + six + 2, mask=is_there, other=0).to(tl.int32) << 16
+        scale = ((bits >> 6 * plane) & 63).to(tl.float32) * _load_half(scales_ptr, table, is_there)
+        least = ((bits >> 6 * plane + 12) & 63).to(tl.float32) * _load_half(scales_ptr, table + 2, is_there)
+    else:
+        at = block * 144 + r * 16 + odd * 8 + part * 2 + plane
+        scale = tl.load(scales_ptr + at, mask=is_there, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+        scale *= _load_half(scales_ptr, block * 144 + 128 + r * 2, is_there)
+        least = tl.zeros_like(scale)
+    j = tl.arange(0, 16)[None, None, :]
+    mask, byte = is_there[:, :, None] & (j >= 0), j % 4
+    if SIX:
+        word = j // 4
+        base = (eight * (K // _BLOCK) + unit) * 768
+        # words 0 to 2 of plane 0 and word 0 of plane 1, then words 1 and 2 of plane 1
+        near, far = base + r * 64 + part * 16, base + 512 + r * 32 + part * 8
+        near, far, high = near[:, :, None], far[:, :, None], (plane == 1)[:, :, None]
+        own = tl.where(word < 3, word, 0)
+        at = tl.where(high, tl.where(own == 0, near + 12, far + 4 * own - 4), near + 4 * own) + byte
+        code = tl.load(codes_ptr + at, mask=mask, other=0).to(tl.int32)
+        is_last = mask & (word == 3)
+        second = tl.load(codes_ptr + tl.where(high, far, near + 4) + byte, mask=is_last, other=0).to(tl.int32)
+        third = tl.load(codes_ptr + tl.where(high, far + 4, near + 8) + byte, mask=is_last, other=0).to(tl.int32)
+        last = (code & 3) << 4 | (second & 3) << 2 | (third & 3)
+        code = tl.where(word < 3, code >> 2, last)
+    else:
+        at = ((eight * (K // _BLOCK) + unit) * 512 + r * 64 + part * 16)[:, :, None] + j
+        code = (tl.load(codes_ptr + at, mask=mask, other=0).to(tl.int32) >> (4 * plane)[:, :, None]) & 15
+    if not MINS:  # two's complement
+        centre: tl.constexpr = 32 if SIX else 8
+        code = (code ^ centre) - centre
+    numbers = code.to(tl.float32) * scale[:, :, None] - least[:, :, None]
+    k = (unit * _BLOCK + plane * _HALF + part * 16)[:, :, None] + j
+    tl.store(out_ptr + row[:, :, None] * K + k, numbers.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _expand_supers(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
+    inputs = weight.in_features
+    out = torch.empty((weight.out_features, inputs), dtype=dtype, device=weight.codes.device)
+    first = 0
+    for part in weight.parts:
+        assert part.supers is not None and part.is_tiled
+        rows = len(part.codes)
+        _expand_supers_kernel[(ceil_div(rows, ROWS), ceil_div(inputs, SUPER_UNITS * BLOCK))](
+            part.codes, part.scales, out[first:], rows, inputs, SIX=part.supers.bits == 6, MINS=part.supers.has_mins,
+            ROWS=ROWS, UNITS=SUPER_UNITS, num_warps=4,
+        )
+        first += rows
+    return out
+
+
 def expand(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
     """The plain weight [O, I], inputs in their own order; computed in float32, rounded once."""
+    if weight.supers is not None:
+        return _expand_supers(weight, dtype)
     constants = find_constants(weight, torch.float32)  # no fast path: bound by memory
     outputs = weight.out_features
     out = torch.empty((outputs, weight.in_features), dtype=dtype, device=weight.codes.device)

@@ -34,7 +34,7 @@ STATIC_BYTES = 2 << 10
 class _Call(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "bias", "out", "parts", "codes", "scales")), ("x_stride", c_int64),
-        *((name, c_int) for name in ("rows", "outputs", "inputs", "units_each", "splits", "tiles")),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "columns", "units_each", "splits", "tiles")),
     )
 
 
@@ -52,7 +52,11 @@ class Block:
     def count_bytes(self, form: Form) -> int:
         """Of shared memory, beside the sums of x."""
         words = max(1, form.count_words(self.chunk)) if form.group else 0
-        weights = self.warps * 2 * TILE_ROWS * (self.chunk * HALF + 4 * words)
+        own = self.chunk * HALF + 4 * words
+        if form.super_form:
+            # of a chunk of one unit, too, the scales of the whole super-block
+            own = form.count_weight_bytes(2) * ceil_div(self.chunk, 2) - form.count_codes(2) * (self.chunk % 2) // 2
+        weights = self.warps * 2 * TILE_ROWS * own
         return self.stages * (weights + 8 * self.columns * (self.chunk * form.unit * 2 + 16))
 
 
@@ -67,8 +71,10 @@ def choose_block(form: Form, rows: int) -> Block:
 @cache_compiled
 def find_kernel(form: Form, block: Block, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    macros = form._asdict()
+    del macros["tail_form"]
     return load_kernel(
-        "tiled_block", device, MOST_BYTES - STATIC_BYTES, **form._asdict(), COLUMNS=block.columns, WARPS=block.warps,
+        "tiled_block", device, MOST_BYTES - STATIC_BYTES, **macros, COLUMNS=block.columns, WARPS=block.warps,
         BLOCKS=block.room, CHUNK=block.chunk, STAGES=block.stages,
     )
 
@@ -83,26 +89,31 @@ def launch(
     splits: int | None = None, keeps_sums: bool = False,
 ) -> torch.Tensor:
     """The product [M, N] of x [M, K] with its bias, or partial sums [S, M, N] float32 without; with ``keeps_sums``
-    always these."""
-    form, (rows, inputs), outputs = describe_form(weight), x.shape, weight.out_features
+    always these. Parts of a weight in several forms are multiplied one after the other."""
+    form, (rows, inputs), parts = describe_form(weight), x.shape, weight.parts
     block = block or choose_block(form, rows)
-    tiles, units = ceil_div(outputs, MATRIX_ROWS * block.warps), inputs // form.unit
-    row_tiles = ceil_div(rows, 8 * block.columns)
-    splits = splits or choose_splits(units, tiles * row_tiles, block, count_sms(x.device))
+    units, row_tiles = inputs // form.unit, ceil_div(rows, 8 * block.columns)
+    tiles = [ceil_div(len(part.codes), MATRIX_ROWS * block.warps) for part in parts]
+    splits = splits or choose_splits(units, max(tiles) * row_tiles, block, count_sms(x.device))
     units_each = ceil_div(ceil_div(units, splits), block.chunk) * block.chunk
     splits = ceil_div(units, units_each)
     keeps_sums = keeps_sums or splits > 1
-    shape, dtype = ((splits, rows, outputs), torch.float32) if keeps_sums else ((rows, outputs), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
-    call = _Call(
-        x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
-        parts=out.data_ptr() if keeps_sums else None, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(),
-        x_stride=x.stride(0), rows=rows, outputs=outputs, inputs=inputs, units_each=units_each, splits=splits,
-        tiles=tiles,
-    )
-    find_kernel(form, block, x.device).launch(
-        tiles * splits * row_tiles, 32 * block.warps, call, is_dependent=True, shared_bytes=block.count_bytes(form)
-    )
+    shape, dtype = (rows, weight.out_features), torch.float32 if keeps_sums else x.dtype
+    out = torch.empty((splits, *shape) if keeps_sums else shape, dtype=dtype, device=x.device)
+    first = 0
+    for part, count in zip(parts, tiles, strict=True):
+        to = out[..., first:]
+        call = _Call(
+            x=x.data_ptr(), bias=None if bias is None else bias[first:].data_ptr(), out=to.data_ptr(),
+            parts=to.data_ptr() if keeps_sums else None, codes=part.codes.data_ptr(), scales=part.scales.data_ptr(),
+            x_stride=x.stride(0), rows=rows, outputs=len(part.codes), inputs=inputs, columns=weight.out_features,
+            units_each=units_each, splits=splits, tiles=count,
+        )
+        own = describe_form(part)
+        find_kernel(own, block, x.device).launch(
+            count * splits * row_tiles, 32 * block.warps, call, is_dependent=True, shared_bytes=block.count_bytes(own)
+        )
+        first += len(part.codes)
     return out
 
 

@@ -35,6 +35,8 @@ MOST_STAGES, SLACK_BYTES, BARRIER_BYTES = 8, 1024, 16
 """Of the ring in shared memory: to align it, and for each stage."""
 CLUSTER = 2
 """Blocks that share rows of x, as in the source."""
+SUPER_TABLE_BYTES, SUPER_SCALE = 16, 32
+"""Of 4 bits with mins: bytes of scales of a super-block of a row, and inputs of a scale."""
 WORD_BYTES = 4 * TILE_ROWS
 """Of a scale of each of eight rows."""
 
@@ -64,11 +66,16 @@ class Tile:
 
     def count_stage_bytes(self, form: Form) -> int:
         """Of x, codes and scales of 128 inputs."""
-        return self.rows * BLOCK * 2 + self.width * (HALF + 4 * form.groups)
+        return self.rows * BLOCK * 2 + self.width * (HALF + count_table_bytes(form))
 
     def count_stages(self, form: Form) -> int:
         """Of the ring in shared memory."""
         return min(MOST_STAGES, (MOST_BYTES - SLACK_BYTES) // (self.count_stage_bytes(form) + BARRIER_BYTES))
+
+
+def count_table_bytes(form: Form) -> int:
+    """Of scales that come with a unit of a row: of a super-block, all."""
+    return SUPER_TABLE_BYTES if form.super_form else 4 * form.groups
 
 
 TILES = (Tile(64, 4, 2), Tile(96, 4, 2), Tile(128, 2, 4), Tile(192, 2, 4), Tile(256, 2, 2))
@@ -147,7 +154,8 @@ def find_kernel(form: Form, is_whole: bool, tile: Tile, gate: int, device: torch
     `CudaSourceError` and `OSError`."""
     return load_kernel(
         "tiled_many", device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, PIECES=tile.pieces,
-        STAGES=tile.count_stages(form), GATE=gate, PAIRS=form.pairs, WHOLE=int(is_whole), SCALE=form.group,
+        STAGES=tile.count_stages(form), GATE=gate, PAIRS=form.pairs, WHOLE=int(is_whole and not form.super_form),
+        SCALE=SUPER_SCALE if form.super_form else form.group, SUPER_FORM=form.super_form,
     )
 
 
@@ -171,13 +179,16 @@ class Boxes(NamedTuple):
 
 
 def find_boxes(weight: DeviceCodes, tile: Tile, *, is_gated: bool) -> tuple[Boxes, Boxes]:
-    """Units of a weight [O / 16, 2, units, 8, 64], and their scales [O / 16, 2, G, 1, 32]: pairs of eight rows, of gate
+    """Units of a weight [O / 16, 2, units, 8, 64], and their scales [O / 16, 2, G, 1, 32] or, of super-blocks, [O / 16,
+    2, I / 256, 4, 32]: pairs of eight rows, of gate
     and of up or one after the other."""
     units, words, pairs = weight.codes.shape[1] // HALF, weight.scales.shape[1], weight.out_features // MATRIX_ROWS
+    table_boxes = (weight.scales, words, describe_form(weight).groups, 1, WORD_BYTES)
+    if weight.supers is not None:  # lines of 32 bytes, which no copy swizzles
+        lines = TILE_ROWS * SUPER_TABLE_BYTES // WORD_BYTES
+        table_boxes = (weight.scales, words // SUPER_TABLE_BYTES, 1, lines, WORD_BYTES)
     found = []
-    for table, count, most, lines, line in (
-        (weight.codes, units, 1, TILE_ROWS, HALF), (weight.scales, words, describe_form(weight).groups, 1, WORD_BYTES)
-    ):
+    for table, count, most, lines, line in ((weight.codes, units, 1, TILE_ROWS, HALF), table_boxes):
         piece, eight = lines * line, count * lines * line
         near, far = (eight, pairs * eight) if is_gated else (2 * eight, eight)
         tensor = table.view(torch.uint8).as_strided((pairs, 2, count, lines, line), (near, far, piece, line, 1))

@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.kernels.coded_linear import MOST_CUDA_ROWS, MOST_SUPER_INPUTS
 from headrace.kernels.coded_linear.cuda import RED, Addition, arrange
-from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
+from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes, Supers
 from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, count_sms, keep_apart, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
+from headrace.kernels.packed_linear.blocks import SUPER
 from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
@@ -27,11 +29,16 @@ BUFFERS = 2
 """Of sums of a tile, as in the source, with two barriers each, like the ring's stages."""
 
 
+ALL_SUPERS = tuple(Supers(bits, has_mins) for has_mins in (True, False) for bits in (4, 6))
+
+
 class _Call(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "residual", "norm", "bias", "out", "total", "codes", "scales")),
+        *((name, c_void_p) for name in (
+            "x", "residual", "norm", "bias", "out", "total", "codes", "scales", "tail_codes", "tail_scales",
+        )),
         *((name, c_int64) for name in ("x_stride", "residual_stride")),
-        *((name, c_int) for name in ("rows", "outputs", "inputs", "padded", "stages", "gate", "wide")),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "padded", "stages", "gate", "wide", "head_tiles")),
         *((name, c_float) for name in ("eps", "offset")),
     )
 
@@ -48,18 +55,25 @@ SHAPES = (Shape(8, 32), Shape(8, 16))
 """Of which the first is taken whose ring has `LEAST_STAGES`. On an H200 a layer of Llama-3.1-8B in INT4 takes 39.5 us
 with the first and 42.8 with the second, for one row."""
 LEAST_STAGES = 3
+SPANS = BLOCK // 16
+"""Sums of x that mins multiply, of a unit, as in the source."""
+ROW_COUNTS = (1, 2, 4, 8)
+"""Rows of x that kernels with super-blocks are compiled for."""
 
 
 class Form(NamedTuple):
-    """The source's macros that describe a weight, by name; ``group`` 0: one for all inputs."""
+    """The source's macros that describe a weight, by name; ``group`` 0: one for all inputs. ``super_form`` and
+    ``tail_form``: numbers of `Supers`, or 0."""
 
     code: int
     pairs: int
     group: int
+    super_form: int = 0
+    tail_form: int = 0
 
     @property
     def unit(self) -> int:
-        """Inputs of 64 bytes."""
+        """Inputs of 64 bytes, or of super-blocks 128."""
         return BLOCK if self.code == 0 else HALF
 
     @property
@@ -67,9 +81,30 @@ class Form(NamedTuple):
         """Scales of a unit."""
         return self.unit // self.group if 0 < self.group < self.unit else 1
 
+    @property
+    def sums_x(self) -> bool:
+        """Whether mins multiply sums of x."""
+        return not {1, 2}.isdisjoint((self.super_form, self.tail_form))
+
     def count_words(self, units: int) -> int:
         """Scales of so many units of a row; 0 for one of the whole row."""
         return units * self.groups // max(1, self.group // self.unit) if self.group else 0
+
+    def count_codes(self, units: int) -> int:
+        """Bytes of codes of so many units of a row of super-blocks; of several forms, the most."""
+        return max(form.bits for form in self._supers) * units * BLOCK // 8
+
+    @property
+    def _supers(self) -> list[Supers]:
+        return [form for form in ALL_SUPERS if form.number in (self.super_form, self.tail_form)]
+
+    def count_weight_bytes(self, units: int) -> int:
+        """Of codes and scales of so many units of a row; of several forms, the most."""
+        if not self.super_form:
+            return units * HALF + 4 * self.count_words(units)
+        return max(
+            units * form.bits * BLOCK // 8 + units * BLOCK // SUPER * form.row_bytes for form in self._supers
+        )
 
     def pad(self, inputs: int) -> int:
         """Bytes of a row's digits in shared memory, of which there are two; some of them against bank conflicts."""
@@ -79,27 +114,46 @@ class Form(NamedTuple):
 
 def describe_form(weight: DeviceCodes) -> Form:
     """The form of a weight in tiles."""
+    if weight.supers is not None:
+        tail = None if weight.tail is None else weight.tail.supers
+        return Form(0, 0, 0, weight.supers.number, 0 if tail is None else tail.number)
     code = 0 if weight.is_short else 3 if weight.codes.dtype == torch.int8 else 4
     return Form(code, int(weight.has_pairs), weight.group if weight.num_groups > 1 else 0)
 
 
 @cache_compiled
-def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
-    """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    return load_kernel("tiled_rows", device, MOST_BYTES, **form._asdict(), WARPS=shape.warps, CHUNK=shape.chunk)
+def find_kernel(form: Form, shape: Shape, most: int, device: torch.device) -> CudaKernel:
+    """The kernel, compiled (about a second) unless cached; ``most``: rows of x of super-blocks, else 0. Raises
+    `CudaSourceError` and `OSError`."""
+    return load_kernel(
+        "tiled_rows", device, MOST_BYTES, **form._asdict(), WARPS=shape.warps, CHUNK=shape.chunk, MOST=most
+    )
+
+
+@cache_compiled
+def prepare(form: Form, inputs: int, most_rows: int, device: torch.device) -> None:
+    """Compile and load the kernels of super-blocks for all numbers of rows: one that comes later finds its own."""
+    for rows in range(1, most_rows + 1):
+        find_kernel(form, choose_shape(form, rows, inputs), count_rows(rows), device)
+
+
+def count_rows(rows: int) -> int:
+    """Of a kernel of super-blocks that multiplies so many."""
+    return next(count for count in ROW_COUNTS if rows <= count)
 
 
 def count_fixed_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:
     """Of a block's shared memory beside the ring: rows of x, what tells of their quanta, squares for the norm, sums of
     each warp."""
     quanta = inputs // form.unit * form.groups
-    floats = rows * (quanta + shape.warps + BUFFERS * shape.warps * RED)
+    spans = inputs // BLOCK * SPANS if form.sums_x else 0
+    floats = rows * (quanta + spans + shape.warps + BUFFERS * shape.warps * RED)
     return 2 * rows * form.pad(inputs) + 4 * floats + BUFFERS * BARRIER_BYTES
 
 
 def count_stages(form: Form, fixed: int, shape: Shape, most: int) -> tuple[int, int]:
     """How long the ring is, and the bytes of a stage: what fits, at most ``most``, but two."""
-    stage = 2 * TILE_ROWS * (shape.chunk * HALF + 4 * form.count_words(shape.chunk)) + BARRIER_BYTES
+    stage = 2 * TILE_ROWS * form.count_weight_bytes(shape.chunk) + BARRIER_BYTES
     return max(2, min((MOST_BYTES - fixed) // stage, most, MOST_STAGES)), stage
 
 
@@ -133,9 +187,14 @@ def launch(
         outputs=outputs, inputs=inputs, padded=form.pad(inputs), stages=stages, gate=gate,
         wide=int(out.dtype == torch.float32),
     )
+    if weight.tail is not None:
+        call.tail_codes, call.tail_scales = weight.tail.codes.data_ptr(), weight.tail.scales.data_ptr()
+        call.head_tiles = len(weight.codes) // MATRIX_ROWS
     if before is not None:
         before.describe(call)
-    find_kernel(form, shape, x.device).launch(
+    if form.super_form:
+        prepare(form, inputs, min(MOST_CUDA_ROWS, max(1, MOST_SUPER_INPUTS // inputs)), x.device)
+    find_kernel(form, shape, count_rows(rows) if form.super_form else 0, x.device).launch(
         blocks, 32 * (shape.warps + 1), call, is_dependent=True, shared_bytes=keep_apart(fixed + stages * stage)
     )
     return out
@@ -157,7 +216,7 @@ def multiply_gated(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate
 ) -> torch.Tensor | None:
     """See `CODED_GATED`."""
-    if gate.is_clamped:
+    if gate.is_clamped or weight.tail is not None:
         return None
     out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
     return launch(arrange(x, weight), weight, bias, out, gate=GATES[gate.kind])

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from headrace.kernels.coded_linear.choice import CodedChoice, pack_weight
+from headrace.kernels.coded_linear.choice import CodedChoice, pack_parts, pack_weight
 from headrace.kernels.coded_linear.codes import CodedMatrix, stack_matrices
-from headrace.kernels.coded_linear.device_codes import pack_for_device, read_codes
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device, read_codes
 from headrace.kernels.coded_linear.forms import STACK_PLAN, CodedWeight
 from headrace.kernels.coded_linear.panels import store_in_panels
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
@@ -116,8 +116,12 @@ class BlockTensor(QuantisedTensor):
             return PanelWeight(pack_blocks([part.blocks for part in parts]))
         if not _takes_codes(weight):
             return None
-        stacked = stack_matrices([read_codes(part.blocks, device) for part in parts])
-        return None if stacked is None else store_on_gpu(stacked, weight, choice)
+        blocks = [part.blocks for part in parts]
+        if weight.is_stack:
+            stacked = stack_matrices([read_codes(part, device) for part in blocks])
+            return None if stacked is None else store_on_gpu(stacked, weight, choice)
+        dtype, capability = weight.weight.dtype, torch.cuda.get_device_capability(device)
+        return _keep_codes(pack_parts(blocks, device, dtype, capability), weight, choice)
 
 
 class CodedTensor(QuantisedTensor):
@@ -168,10 +172,15 @@ def store_on_gpu(matrix: CodedMatrix, weight: StorableWeight, choice: CodedChoic
         return None
     if weight.is_stack:
         return _store_stack(matrix, weight)
-    capability = torch.cuda.get_device_capability(matrix.device)
-    codes = pack_weight(matrix, dtype, capability)
+    codes = pack_weight(matrix, dtype, torch.cuda.get_device_capability(matrix.device))
+    return _keep_codes(codes, weight, choice)
+
+
+def _keep_codes(codes: DeviceCodes | None, weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
+    """The weight in codes, where these are faster or little slower than plain."""
     if codes is None:
         return None
+    dtype, capability = weight.weight.dtype, torch.cuda.get_device_capability(codes.codes.device)
     plan = choice.choose(codes, dtype, capability, in_float=weight.is_vocabulary)
     return None if plan is None else CodedWeight(codes, plan)
 
