@@ -28,11 +28,10 @@ class DeviceConfig(Section):
     )
     threads: int | None = option(None, "CPU threads for the model; default: physical cores", low=1, high=1024)
     graphs: str = option(
-        "auto",
-        "CUDA graph capture: auto: some sizes of steps before the first request, which stand in for the others until "
-        "these are captured when idle; on: all before the first request; lazy: on first use or when idle; off (no "
-        "effect on a CPU)",
-        choices=("auto", "on", "lazy", "off")
+        "on",
+        "CUDA graph capture: on: all graphs before the first request; lazy: on first use or when idle; off (no effect "
+        "on a CPU)",
+        choices=("on", "lazy", "off")
     )
     check_finite: bool = option(True, "fail a request whose logits are not finite instead of returning noise")
 

@@ -190,8 +190,8 @@ class Assembly:
 
     @torch.inference_mode()
     def capture_graphs(self, runner: Runner, progress: Progress) -> int:
-        """Let steps run as graphs where they can: record all now, or some that stand in for the others (auto), or the
-        largest (lazy); and the others when needed or in idle moments. Returns the bytes of those recorded now."""
+        """Let steps run as graphs where they can: record all now, or (lazy) the largest now and the others when needed
+        or in idle moments. Returns the bytes of those recorded now."""
         if not self.has_graphs:
             return 0
         # What is measured here is reported; the room for it was reserved by `graph_reserve`.
@@ -201,8 +201,7 @@ class Assembly:
         if self.config.device.graphs == "lazy":
             captured.record_largest()
         else:
-            record = captured.record_all if self.config.device.graphs == "on" else captured.record_some
-            record(lambda: progress("capturing graphs", min(1.0, 0.9 + 0.1 * next(done) / len(sizes))))
+            captured.record_all(lambda: progress("capturing graphs", min(1.0, 0.9 + 0.1 * next(done) / len(sizes))))
         if self.loaded.draft is not None:
             runner.times = captured.measure()
         return max(0, free - free_bytes(self.device))

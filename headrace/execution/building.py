@@ -99,7 +99,7 @@ def _build_on(
     model = DeviceModel(assembly, assembly.layout_of(plan))
     assert model.runner is not None
     graphs = assembly.capture_graphs(model.runner, progress)
-    if config.device.graphs in ("auto", "lazy"):
+    if config.device.graphs == "lazy":
         graphs = max(graphs, reserve)  # most are still to come
     kv_bytes = sum(pool.num_bytes for pool in model.runner.pools)
     memory = memory_lines(

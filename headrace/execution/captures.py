@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -121,39 +120,21 @@ class Bucket(Protocol):
 B = TypeVar("B", bound=Bucket)
 
 
-MOST_STAND_INS = 32
-"""Steps for which a larger bucket stands in. Then the size is recorded although steps wait, for as long as one with a
-large chunk takes, or padding would cost a server that is never idle more."""
-
-
 class Buckets(Generic[B]):
     """Work of several sizes. ``make`` is called when a size is first used."""
 
     def __init__(self, sizes: list[int], make: Callable[[int], B]):
         self._sizes, self._make = sorted(sizes), make
         self._made: dict[int, B] = {}
-        self._missed = Counter[int]()
-        self.may_stand_in = False
-        """Whether a larger bucket with a graph may be used in place of one without: the same on all ranks."""
 
     def find(self, count: int) -> B | None:
-        """The smallest bucket of at least ``count``, made if need be, or one that stands in for it; None if ``count``
-        is beyond all sizes."""
+        """The smallest bucket of at least ``count``, made if need be; None if ``count`` is beyond all sizes."""
         at = bisect_left(self._sizes, count)
-        if at == len(self._sizes):
-            return None
-        size = self._sizes[at]
-        if self.may_stand_in and not self._has_graph(size) and self._missed[size] < MOST_STAND_INS:
-            self._missed[size] += 1
-            size = next(filter(self._has_graph, self._sizes[at:]), size)
-        return self._get(size)
+        return self._get(self._sizes[at]) if at < len(self._sizes) else None
 
     def unrecorded(self) -> list[int]:
         """Sizes without a graph, largest first: smaller graphs then fit into the memory of the largest."""
-        return [size for size in reversed(self._sizes) if not self._has_graph(size)]
-
-    def _has_graph(self, size: int) -> bool:
-        return size in self._made and self._made[size].is_recorded
+        return [size for size in reversed(self._sizes) if size not in self._made or not self._made[size].is_recorded]
 
     def record(self, size: int) -> None:
         """Record a size."""

@@ -56,12 +56,6 @@ def bucket_sizes(max_requests: int) -> list[int]:
     return sorted({*(size for size in sizes if size < max_requests), max_requests})
 
 
-def pick_sizes(sizes: list[int]) -> list[int]:
-    """Of ascending bucket sizes the powers of two and the largest: a step has at most as much padding as work in them.
-    """
-    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
-
-
 def step_sizes(max_tokens: int, num_parameters: int, num_layers: int) -> list[int]:
     """Bucket sizes in tokens, ascending, for steps of at most ``max_tokens`` in layers that have ``num_parameters`` of
     which a token needs all; empty for layers so large that `LAYER_FLOPS` allows none."""

@@ -21,7 +21,7 @@ from headrace.base.step import MAX_DRAFTS
 from headrace.execution.adapters import CapturedAdapters
 from headrace.execution.captures import B, Buckets, Capture, Records
 from headrace.execution.device import row_query
-from headrace.execution.graph_sizes import MAX_SPAN, GraphSizes, bucket_sizes, pick_sizes
+from headrace.execution.graph_sizes import MAX_SPAN, GraphSizes, bucket_sizes
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
 from headrace.execution.proposing import ChainGraph, FollowGraph, Proposer
@@ -363,9 +363,8 @@ def with_adapters(covers: StepFeature) -> StepFeature:
 
 
 class CapturedSteps:
-    """The graphs of one runner, and when they are recorded: all at the start, or some that stand in for the others, or
-    each when a step first needs it; and in idle moments. A step whose bucket has no graph, and for which none stands
-    in, records it with the bucket's padding, and then replays it."""
+    """The graphs of one runner, and when they are recorded: all at the start, or each when a step first needs it and in
+    idle moments. A step whose bucket has no graph yet records it with the bucket's padding, and then replays it."""
 
     def __init__(
         self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records,
@@ -427,18 +426,6 @@ class CapturedSteps:
         """Record every bucket; ``advance`` is called after each."""
         while self.record_next():
             advance()
-
-    def record_some(self, advance: Callable[[], None]) -> None:
-        """Record what `pick_sizes` does of each kind; they stand in for the others, which come in idle moments. All
-        where drafts are made on the device, which are captured for the very bucket behind which they are made."""
-        if self._drafting is not None:
-            self.record_all(advance)
-            return
-        for buckets in self._kinds:
-            for size in reversed(pick_sizes(buckets.sizes)):
-                buckets.record(size)
-                advance()
-            buckets.may_stand_in = True
 
     def record_largest(self) -> None:
         """Record the largest of each kind, so that the others fit into their memory whenever they come."""

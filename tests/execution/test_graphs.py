@@ -10,8 +10,7 @@ from driver import Driver
 from toy import toy_logits, toy_runner
 
 from headrace.base.sampling import SamplingSpec
-from headrace.execution.captures import MOST_STAND_INS, Buckets
-from headrace.execution.graph_sizes import MAX_SPAN, TOKEN_SIZES, GraphSizes, pick_sizes, step_sizes
+from headrace.execution.graph_sizes import MAX_SPAN, TOKEN_SIZES, GraphSizes, step_sizes
 from headrace.execution.graphs import CapturedSteps
 from headrace.execution.step import StepShape
 from headrace.parallel.links import Handover
@@ -89,66 +88,6 @@ def test_short_contexts_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatc
         for token in driver.output[row]:
             assert token == int(toy_logits(tokens, 5).argmax())
             tokens.append(token)
-
-
-def test_steps_run_in_a_larger_graph_until_theirs_is_there(monkeypatch: pytest.MonkeyPatch):
-    """With the same tokens; nothing is recorded while requests wait."""
-    runner, ran = toy_runner(), []
-    make = runner._inputs.decode_groups
-    monkeypatch.setattr(
-        runner._inputs, "decode_groups",
-        lambda decodes, rows, *about: ran.append(len(rows)) or make(decodes, rows, *about),
-    )
-    steps = runner.capture(GraphSizes([1, 2, 3, 4], []), PretendedRecorder())
-    done: list[int] = []
-    steps.record_some(lambda: done.append(1))
-    assert ran == [4, 2, 1] and len(done) == 3 and steps._kinds[0].unrecorded() == [3]
-    driver, prompts = Driver(runner), {0: [5, 6, 7], 1: [7, 1], 2: [3, 2, 4]}
-    for row, prompt in prompts.items():
-        driver.start(row, prompt, SamplingSpec())
-    for chunks in ({0: 3}, {1: 2}, {2: 3}, {}, {}):
-        driver.step(chunks)
-    assert ran[3:] == [4, 4] and steps._kinds[0].unrecorded() == [3], "two steps of three decodes"
-    while runner.record_next():
-        pass
-    ran.clear()
-    driver.step({})
-    assert ran == [3] and not any(buckets.unrecorded() for buckets in steps._kinds)
-    for row, prompt in prompts.items():
-        tokens = list(prompt)
-        for token in driver.output[row]:
-            assert token == int(toy_logits(tokens, 5).argmax())
-            tokens.append(token)
-
-
-def test_a_server_that_is_never_idle_records_what_it_needs_often():
-    made: dict[int, SimpleNamespace] = {}
-
-    def make(size: int) -> SimpleNamespace:
-        made[size] = SimpleNamespace(size=size, is_recorded=False)
-        made[size].record = lambda: setattr(made[size], "is_recorded", True)
-        return made[size]
-
-    buckets = Buckets([1, 2, 3, 4, 6, 8], make)
-    assert buckets.find(3).size == 3, "none stands in where a step records its own"
-    for size in (8, 4):
-        buckets.record(size)
-    buckets.may_stand_in = True
-    assert [buckets.find(count).size for count in (1, 2, 4, 5, 6, 7)] == [4, 4, 4, 8, 8, 8] and buckets.find(9) is None
-    for _ in range(MOST_STAND_INS - 2):
-        assert buckets.find(5).size == 8
-    assert buckets.find(5).size == buckets.find(6).size == 6, "recorded by the step, as its caller runs it"
-    assert buckets.find(2).size == 4, "each size for itself"
-    buckets.record(6)
-    assert buckets.find(5).size == 6 and buckets.unrecorded() == [3, 2, 1]
-
-
-@pytest.mark.parametrize(("sizes", "picked"), [
-    ([1, 2, 4, 8, 16, 24, 32, 48, 60], [1, 2, 4, 8, 16, 32, 60]), ([64, 128, 192, 256, 384], [64, 128, 256, 384]),
-    ([5], [5]), ([], []),
-])
-def test_sizes_that_stand_in_for_others(sizes: list[int], picked: list[int]):
-    assert pick_sizes(sizes) == picked
 
 
 def test_large_models_have_small_buckets_only():

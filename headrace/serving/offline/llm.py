@@ -64,8 +64,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         # before torch is imported, which happens while the engine is built
         env.set_passive_waiting()
-        # its requests follow one another: there is no idle moment in which what `auto` leaves out would be captured
-        config = engine_config(model=name_of(model), **{"graphs": "on", **options})
+        config = engine_config(model=name_of(model), **options)
         parallel, nodes = config.parallel, config.nodes
         has_one_device = parallel.data_parallel_size == parallel.num_ranks == nodes.nnodes == 1
         self._client: LocalClient | ReplicatedClient = (
