@@ -21,6 +21,9 @@ from headrace.kernels.coded_linear.super_blocks import SUPERS, pack_supers
 from headrace.kernels.linear import Norm
 from headrace.kernels.packed_linear.blocks import WeightBlocks
 from headrace.kernels.rowwise import Gate
+from headrace.layers.quantization.blocks import BlockTensor
+from headrace.parallel.cut import Cut
+from headrace.parallel.share import Share
 
 BITS = {"Q3_K": 4.5625, "Q4_K": 4.5, "Q5_K": 6.5, "Q6_K": 6.5625}
 """A weight, on a GPU."""
@@ -129,6 +132,22 @@ def test_which_weights_are_kept_so(monkeypatch: pytest.MonkeyPatch):
     ):
         assert packed.supers is None and packed.tail is None
     assert pack_parts([blocks["Q4_K"], draw_blocks("IQ4_NL", 16, 512)], cpu, torch.bfloat16, (9, 0)) is None
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_shares_of_ranks_are_kept_so(kind: str):
+    """Outputs, and whole super-blocks of inputs; a cut through these gives plain numbers."""
+    blocks = draw_blocks(kind, 64, 1024)
+    expected, whole = expected_of(blocks), BlockTensor(blocks, torch.float32, lambda: expected_of(blocks))
+    for rows, columns in (((16, 48), (0, 1024)), ((0, 64), (256, 768))):
+        own = whole.keep(Cut.of((Share(64, *rows), Share(1024, *columns))))
+        assert isinstance(own, BlockTensor)
+        weight = pack_supers([own.blocks], torch.device("cpu"))
+        assert weight is not None and weight.tile().is_tiled
+        kept = expected[slice(*rows), slice(*columns)]
+        assert torch.equal(reference.dequantise(weight.tile(), torch.float32), kept)
+    part = whole.keep(Cut.of((64, Share(1024, 128, 512))))
+    assert not isinstance(part, BlockTensor) and torch.equal(part, expected[:, 128:512])
 
 
 def test_sizes_that_other_shapes_are_compiled_with():
