@@ -85,7 +85,7 @@ def linear_route_of(num_experts: int, width: int, num_tokens: int, score: str, r
 
 
 INT4, INT4_PAIRS, INT8 = tiles.Form(0, 0, 128), tiles.Form(0, 1, 32), tiles.Form(3, 0, 0)
-UINT8 = tiles.Form(4, 1, 128)
+UINT8, Q4_K = tiles.Form(4, 1, 128), tiles.Form(0, 0, 0, super_form=1)
 
 CASES: dict[str, list[Find]] = {
     "adapted_norm": each(adapted_norm._find_kernel, (16, 48, 1), (64, 0, 2)),
@@ -189,9 +189,12 @@ CASES: dict[str, list[Find]] = {
         *((form, is_whole, tile, gate) for tile, (form, is_whole, gate) in zip(tiled_many.TILES, (
             (INT4, False, 0), (INT4_PAIRS, True, 1), (INT4, False, 2), (INT4_PAIRS._replace(group=128), False, 0),
             (INT4._replace(group=0), False, 0)), strict=True)),
+        (Q4_K, False, tiled_many.TILES[1], 1),
     ),
     "tiled_rows": each(
-        tiles.find_kernel, (INT4, tiles.SHAPES[0]), (INT4_PAIRS, tiles.SHAPES[1]), (UINT8, tiles.SHAPES[0]),
+        tiles.find_kernel, (INT4, tiles.SHAPES[0], 0), (INT4_PAIRS, tiles.SHAPES[1], 0), (UINT8, tiles.SHAPES[0], 0),
+        (Q4_K._replace(tail_form=4), tiles.SHAPES[0], 1), (Q4_K._replace(super_form=2), tiles.SHAPES[1], 8),
+        (Q4_K._replace(super_form=3), tiles.SHAPES[1], 2),
     ),
     "wave_product": each(
         wave_product.find_kernel, (waves.Tile(3, 1, 224, True), BF16, "silu"),
