@@ -112,11 +112,15 @@ class Pretended(torch.Tensor):
         return 1 << 40
 
 
-LIBRARY = ("linear", "mm", "addmm", "matmul", "_scaled_mm", "scaled_mm", "_grouped_mm", "empty_like", "zeros_like")
+LIBRARY = (
+    "linear", "mm", "addmm", "matmul", "_scaled_mm", "scaled_mm", "_grouped_mm", "empty_like", "zeros_like", "cat",
+)
 """Functions of torch that look at the device of what they are given."""
 
 
 def _unwrap(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unwrap(part) for part in value]
     return value.as_subclass(torch.Tensor) if isinstance(value, Pretended) else value
 
 

@@ -75,7 +75,7 @@ def test_long_texts_have_the_ids_of_short_ones(make: Any):
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_only_brief_texts_are_encoded_with_the_gil_held(make: Any):
+def test_only_brief_texts_are_encoded_with_the_gil_held(make: Any, monkeypatch: pytest.MonkeyPatch):
     """The placeholders of an image are 17,000 characters, which would hold up streams for a millisecond."""
     tokenizer, asked = make(), []
 
@@ -87,7 +87,8 @@ def test_only_brief_texts_are_encoded_with_the_gil_held(make: Any):
         def __getattr__(self, name: str) -> Any:
             return getattr(backend, name)
 
-    backend, tokenizer._backend = tokenizer._backend, Watched()
+    backend = tokenizer._backend
+    monkeypatch.setattr(tokenizer, "_backend", Watched())  # a tokenizer that other tests have, too
     for length in (BRIEF_TEXT, BRIEF_TEXT + 1, LONG_TEXT):
         text = draw_text(length)
         assert tokenizer._encode_piece(text) == backend.encode(text, add_special_tokens=False).ids

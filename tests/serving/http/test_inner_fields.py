@@ -106,7 +106,7 @@ async def test_neutral_options_of_ollama(http, client, path):
 @pytest.mark.parametrize("path, body, words", [
     (
         MESSAGES, {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}], "max_tokens": 2},
-        "'document' is not supported; it must be one of text, image, thinking, tool_use, tool_result"
+        "'document' is not supported; it must be one of text, image, thinking, redacted_thinking, tool_use, tool_result"
     ),
     (
         CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
