@@ -20,7 +20,7 @@ from headrace.kernels.collective import COLLECTIVES, BegunSum, Collectives, Lent
 from headrace.kernels.collective.calls import begin_compiling
 from headrace.kernels.collective.mailbox import HANDLE_BYTES, Mailbox
 from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
-from headrace.kernels.cuda_source import CudaSourceError, note_fallback
+from headrace.kernels.cuda_source import FAULTS, CudaSourceError, note_fallback
 from headrace.kernels.operation import KernelQuery
 from headrace.parallel.group import Group, Lending, PeerTimeout, Waits
 from headrace.parallel.limits import MOST_SENDING_RANKS, begin_norm, measure_limits
@@ -253,7 +253,7 @@ def _make_mailbox(base: Group, device: torch.device, room: Room) -> tuple[Mailbo
         COLLECTIVES.choose(_describe(device, base.size))
         mailbox = Mailbox(device, room.mailbox(base.size))
         return mailbox, mailbox.handle(), ""
-    except (PluginError, CudaSourceError, OSError, AttributeError) as error:
+    except (PluginError, *FAULTS) as error:
         return None, bytes(HANDLE_BYTES), str(error)
 
 
@@ -279,7 +279,7 @@ def _make_collectives(
         collectives.prepare(torch.bfloat16)
         wait([begin_norm(device)])  # if it fails, so it will where it is timed
         return collectives, ""
-    except (CudaSourceError, OSError, AttributeError) as error:
+    except FAULTS as error:
         note_fallback(GIVEN_UP, error)
         return collectives, f"cannot compile: {error}"
 
