@@ -24,6 +24,12 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def count_tiles(num_rows: int, rows: int, num_groups: int) -> int:
+    """The most tiles of ``rows`` rows that rows sorted by group need, however many each group has: one partly filled
+    tile a group."""
+    return min(num_rows, num_rows // rows + num_groups)
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()

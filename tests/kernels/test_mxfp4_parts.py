@@ -16,6 +16,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.hopper import NOT_GATED, Gated
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.cuda_source import MOST_BYTES, CudaSourceError, cache_compiled
+from headrace.kernels.launch import count_tiles
 from headrace.kernels.moe import many, parts, reference
 from headrace.kernels.rowwise import Gate
 
@@ -212,7 +213,7 @@ def test_a_launch_has_room_for_all_tiles():
     for _ in range(100):
         ids = torch.randint(0, 12, (40,))
         tiles = sum(-(-count // 8) for count in torch.bincount(ids).tolist())
-        assert tiles <= parts.count_tiles(40, 8, 12)
+        assert tiles <= count_tiles(40, 8, 12)
 
 
 def test_takes_mxfp4_in_steps_of_16_inputs():

@@ -28,7 +28,7 @@ from headrace.kernels.coded_linear.decode import _SPREAD_E2M1, TWO_EXPONENTS
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.fp8_triton import quantise_rows
 from headrace.kernels.coded_linear.scaled import round_and_multiply
-from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
 from headrace.kernels.linear.hopper import describe_tiles, tile_layout
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped": 3}
@@ -349,8 +349,7 @@ def multiply(
     if groups:
         ends, order, factors = groups
         num_experts = len(ends)
-        # one per row, or the most that any sorting needs: one partly filled tile per expert
-        tiles = min(num_rows, num_rows // tile.rows + num_experts)
+        tiles = count_tiles(num_rows, tile.rows, num_experts)
     outputs = weight.out_features // max(1, num_experts) // (2 if gated.kind else 1)
     out, out_scales = _allocate(
         (num_rows, outputs), tile, torch.float32 if factors is not None else dtype, rows.device, is_fp8=is_fp8

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from headrace.kernels.coded_linear.device_codes import BLOCK
 from headrace.kernels.coded_linear.pieces import find_constants, multiply, point_at
-from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import CodedStack
 from headrace.kernels.moe.experts import BLOCK_SUM, FEW_TOKENS, MANY_ROWS, _find_rows
 from headrace.kernels.moe.triton import group_pairs
@@ -183,8 +183,7 @@ def run_experts(
     # stand-ins where nothing is sorted: the kernels do not read them
     order, _, ends = (ids, ids, ids) if few else group_pairs(ids, num_experts, pdl=pdl)
     tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
-    # one per pair, or the most that any choice of experts needs: one partly filled tile per expert
-    tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
+    tiles = pairs if few else count_tiles(pairs, tile.rows, num_experts)
     busy = min(pairs, num_experts)  # tiles that have work, about
     splits, down_splits = tile.split(inner, width, busy), tile.split(width, inner, busy)
     # [N, F] in x's dtype and, by split and pair, [S, N, 2F] and [S, N, D] in float32; rows of pairs without an expert

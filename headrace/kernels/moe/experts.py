@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.coded_linear.pieces import load_rows
-from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import Stacked
 from headrace.kernels.moe.triton import find_tile, group_pairs
 from headrace.kernels.rowwise import Gate
@@ -188,8 +188,7 @@ def run_experts(
     gated = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((pairs, width), dtype=torch.float32, device=x.device)
     tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
-    # one per pair, or the most that any choice of experts needs: one partly filled tile per expert
-    tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
+    tiles = pairs if few else count_tiles(pairs, tile.rows, num_experts)
     down_tile = choose_down_tile(tile, inner)
     shape = dict(
         TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner,

@@ -32,7 +32,7 @@ from headrace.kernels.cuda_source import (
     fallback,
     load_kernel,
 )
-from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import CodedStack
 from headrace.kernels.moe.triton import group_pairs, sum_pairs
 from headrace.kernels.rowwise import Gate
@@ -133,11 +133,6 @@ def find_kernel(tile: Tile, gate: str, num_experts: int, device: torch.device) -
         "mxfp4_parts", device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages,
         BESIDE=int(tile.is_beside), GATE=GATES[gate], EXPERTS=num_experts, TILES=MOST_TILES,
     )
-
-
-def count_tiles(num_rows: int, rows: int, num_experts: int) -> int:
-    """The most tiles of rows that any sorting needs: one partly filled tile an expert."""
-    return min(num_rows, num_rows // rows + num_experts)
 
 
 def multiply(

@@ -23,7 +23,7 @@ from headrace.kernels.cuda_source import (
     fallback,
     load_kernel,
 )
-from headrace.kernels.launch import ceil_div
+from headrace.kernels.launch import ceil_div, count_tiles
 from headrace.kernels.moe import Stacked, hopper
 from headrace.kernels.moe.pair_order import group_pairs
 from headrace.kernels.moe.triton import sum_pairs
@@ -70,8 +70,7 @@ def multiply(
         bias=address_of(bias), ends=ends.data_ptr(), out=out.data_ptr(), outputs=out.shape[1], inputs=inputs,
         limit=gated.limit, alpha=gated.alpha, up_offset=gated.up_offset,
     )
-    # pairs of tiles; the most that any sorting needs: one partly filled tile an expert
-    tiles = min(len(x), len(x) // ROWS + num_experts) * ceil_div(outputs, CLUSTER * WIDE)
+    tiles = count_tiles(len(x), ROWS, num_experts) * ceil_div(outputs, CLUSTER * WIDE)  # pairs of them
     kernel.launch(
         CLUSTER * min(tiles, count_sms(x.device) // CLUSTER), THREADS, describe_boxes(x, (BOX, DEPTH)),
         describe_weight(weight.view(-1, inputs), WIDE, DEPTH, gate_outputs), call, is_dependent=True,

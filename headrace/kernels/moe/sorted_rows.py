@@ -24,7 +24,7 @@ from headrace.kernels.cuda_source import (
     describe_boxes,
     load_kernel,
 )
-from headrace.kernels.launch import ceil_div
+from headrace.kernels.launch import ceil_div, count_tiles
 
 MOST_STAGES = 12
 
@@ -80,8 +80,7 @@ def multiply(
         limit=gated.limit, alpha=gated.alpha, up_offset=gated.up_offset,
     )
     width = 64 * tile.groups
-    # the most that any sorting needs: one partly filled tile an expert
-    tiles = min(num_rows, num_rows // tile.rows + len(ends)) * ceil_div(outputs, width // 2 if gated.kind else width)
+    tiles = count_tiles(num_rows, tile.rows, len(ends)) * ceil_div(outputs, width // 2 if gated.kind else width)
     find_kernel(tile, gated.kind, len(ends), x.device).launch(
         min(tiles, count_sms(x.device)), 128 * (tile.groups + 1), describe_boxes(x, (tile.rows, BLOCK // 2)),
         describe_weight(weight.codes, width, HALF, outputs if gated.kind else 0), call, is_dependent=True,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import RouteShape
 from headrace.kernels.moe.reference import LEAST_SUM
 from headrace.kernels.rowwise import Gate
@@ -343,8 +343,7 @@ def grouped_linear(
     out = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
     # tiles as high as an expert's average share of the rows
     rows = min(MOST_ROWS, max(LEAST_ROWS, next_power_of_2(ceil_div(max(1, num_rows), num_experts))))
-    # the most that any split of the rows among experts needs: one partly filled tile per expert
-    tiles = min(num_rows, num_rows // rows + num_experts)
+    tiles = count_tiles(num_rows, rows, num_experts)
     block_outputs = 64 if x.dtype == torch.float32 or rows == LEAST_ROWS else 128
     if num_rows:
         _grouped_kernel[(tiles, ceil_div(outputs, block_outputs))](
