@@ -30,6 +30,7 @@ from headrace.execution.captures import NoRecorder, Recorder
 from headrace.execution.device import resolve_device
 from headrace.execution.graph_sizes import GraphSizes
 from headrace.execution.loading import LoadedModel, load_model, own_groups
+from headrace.kernels.hot_slots import NONE
 from headrace.kernels.latents.slots import find_slots
 from headrace.kernels.precompile import precompile, start_triton
 from headrace.kernels.sparse_attention import EntryView
@@ -41,7 +42,7 @@ PAGE = 128
 
 class SyntheticChoice:
     """In place of the selection: the j-th entry of a token is among the j-th part of its entries, always the same for
-    the first ``kept`` and another in each call for the others."""
+    the first ``kept`` and another in each call for the others; `NONE` for those that the token does not see."""
 
     def __init__(self, device: torch.device, entries: int, top_k: int):
         self.kept = torch.zeros((), dtype=torch.int64, device=device)
@@ -55,7 +56,9 @@ class SyntheticChoice:
         number = torch.arange(top_k, device=scores.device)
         moved = torch.where(number < self.kept, 0, 1 + self._calls % (self._stride - 1))
         chosen = (number * self._stride + moved).expand(len(scores), -1)
-        return find_slots(view.page_table, view.requests[tokens][:, None].expand_as(chosen), chosen, per_page)
+        slots = find_slots(view.page_table, view.requests[tokens][:, None].expand_as(chosen), chosen, per_page)
+        # The null row has no entries, and a graph's first replay computes nothing else: kernels check no numbers.
+        return slots.masked_fill_(chosen >= view.visible[tokens][:, None], NONE)
 
 
 class Streams:

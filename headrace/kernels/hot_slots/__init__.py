@@ -119,8 +119,8 @@ FIND_SWAPS = Operation("find_swaps kernel")
 """``find_swaps(hot: HotSlots, rows [n] int64, wanted [n, k] int64, kv_lens [n] int32, found [n, k] int64, loads:
 Loads)``: writes the number of the slot of each wanted entry, ``found``, and which entries must be copied there before,
 ``loads``; changes ``hot`` accordingly. ``kv_lens`` are tokens of each row up to the one that wants, which belong to
-``kv_lens // ratio`` entries. ``wanted`` holds no entry twice for a token, `NONE` at will, of which ``found`` has `NONE`
-too.
+``kv_lens // ratio`` entries. ``wanted`` holds none beyond these, which nothing checks, no entry twice for a token, and
+`NONE` at will, of which ``found`` has `NONE` too.
 
 Tokens of one row that follow each other, its last one and drafts, are one want: what any of them wants is found by all
 of them together. It is at most B entries, and each is copied for the first token that wants it. Other tokens of a call
