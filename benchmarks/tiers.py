@@ -195,8 +195,9 @@ async def run_turns(arguments: argparse.Namespace, options: dict[str, Any]) -> N
         f"{arguments.users} users, {arguments.turns} turns, prefixes {total / ((options['kv_pages'] - 1) * page):.1f} "
         f"times the cache, host_cache_gb {options.get('host_cache_gb', 0)}: {requests / seconds:.2f} requests/s, "
         f"{stats.prompt_tokens_total / seconds:.0f} prompt tokens/s, first token "
-        f"{describe_times([t for turn in firsts for t in turn])}, of later turns "
-        f"{describe_times([t for turn in firsts[1:] for t in turn])}; cached "
+        f"{describe_times([t for turn in firsts for t in turn])}, by turns "
+        f"{'; '.join(describe_times(turn) for turn in firsts)}; from the third turn on, beside which no first runs, "
+        f"{describe_times([t for turn in firsts[2:] for t in turn] or firsts[-1])}; cached "
         f"{stats.cached_tokens_total / stats.prompt_tokens_total:.0%}; {stats.tiers.host}", flush=True
     )
 
