@@ -170,6 +170,19 @@ def test_index_tensors(kind: type[Any], name: str, shape: dict[str, int], seed: 
             assert tokens == slice(0, ROOM) and torch.equal(rows, expected)
 
 
+def test_decodes_of_any_length_have_windows_of_one_size():
+    """The kernel that lists them is compiled for their size: nothing is compiled while a short request waits."""
+    tables = torch.arange(1, 1 + REQUESTS * PAGES, dtype=torch.int32).view(REQUESTS, PAGES)
+    backend = backends.WindowBackend(
+        CacheSpec(layout.WINDOW, 1, 32, 32, "float32", window=16), 128, torch.device("cpu")
+    )
+    for length in (1, 7, 16, 17, 300):
+        backend.prepare(describe([1, 1], [length, length], tables, is_captured=False))
+        assert backend.numbers.shape == (2, 16) and backend.counts.tolist() == [min(length, 16)] * 2
+        latest = [128 + length - 1 - at for at in range(min(length, 16))]  # the pages of request 0 follow the null page
+        assert backend.numbers[0, : len(latest)].tolist() == latest
+
+
 @pytest.mark.parametrize(("options", "drafter"), [
     ({"max_step_tokens": 101}, {"method": "ngram", "prompt_lookup_min": 1}),
     ({"prefix_cache": False, "overlap_depth": 2, "max_step_tokens": 56}, {"method": "suffix"}),

@@ -77,12 +77,12 @@ class WindowBackend(_Backend):
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
-        window = min(self.spec.window, inputs.max_kv_len)  # no token has more positions up to its own
-        if has_decodes_alone(inputs):
+        if has_decodes_alone(inputs):  # a kernel is compiled for a window: short requests take that of long ones, too
             self.numbers, self.counts = self._decode(
-                inputs.page_table, inputs.kv_lens, window=window, per_page=self.per_page
+                inputs.page_table, inputs.kv_lens, window=self.spec.window, per_page=self.per_page
             )
             return
+        window = min(self.spec.window, inputs.max_kv_len)  # no token has more positions up to its own
         requests, positions = self.locate(inputs)
         seen = (positions[:, None] - torch.arange(window, device=self.device)).clamp_(min=0)  # [T, window]
         self.numbers = find_slots(inputs.page_table, requests[:, None].expand_as(seen), seen, self.per_page)
