@@ -327,6 +327,33 @@ def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedD
     assert not compiled
 
 
+def test_swaps_of_hot_slots_are_compiled_once_for_requests_of_any_length(gpu: PretendedDriver):
+    """A token of a short request wants all of its entries, whose number grows with the step's longest request."""
+    from headrace.kernels.hot_slots import EntryParts, HotSlots, Loads
+    from headrace.kernels.hot_slots.triton import find_swaps, load_entries
+
+    hot = HotSlots.allocate(3, 5, 1023, 9000, torch.device("cpu"), ratio=4)
+    host, slots = (torch.zeros(pages, 32, 576, dtype=torch.uint8) for pages in (50, 170))
+    parts = EntryParts.of([host], [slots])
+
+    def step(count: int, wanted: int, layer: int = 0, width: int = 300) -> None:
+        entries, found = torch.zeros((2, count, wanted), dtype=torch.int64)
+        loads = Loads.allocate(count, wanted, torch.device("cpu"))
+        rows, kv_lens = torch.zeros(count, dtype=torch.int64), torch.ones(count, dtype=torch.int32)
+        find_swaps(hot.layer(layer), rows, entries, kv_lens, found, loads)
+        load_entries(parts, torch.zeros(count, width, dtype=torch.int32)[:, 1:], loads)
+
+    assert precompile(lambda: step(2, 512), "hot slots", CUDA) == 2
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    try:
+        for count, wanted, layer, width in ((1, 1, 0, 16), (3, 77, 1, 33), (5, 16, 2, 300), (4, 511, 1, 7)):
+            step(count, wanted, layer, width)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled and len(gpu.launchers) == 2
+
+
 def test_own_cuda_is_compiled_beside_kernels(gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch):
     done: list[tuple[str, tuple[str, ...]]] = []
     monkeypatch.setattr(precompile_module, "compile_source", lambda *source: done.append(source))

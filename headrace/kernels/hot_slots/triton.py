@@ -12,12 +12,21 @@ WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 BUSY_PROGRAMS = 2048
 """Programs that copy at a time. Reading host memory takes about 2 us and 50 GB/s need 100 KB on their way, so most of
 these wait."""
+LEAST_COLUMNS = 512
+"""Wanted entries of a token that kernels are compiled for, at least: few compilations serve steps of all lengths."""
 
 
-@triton.jit(do_not_specialize=["most_entries", "num_tokens"])
+# K, the entries that a token wants, grows with the longest request of a step where all are wanted. Slots of a layer
+# begin at any address.
+@triton.jit(
+    do_not_specialize=["most_entries", "num_tokens", "K"], do_not_specialize_on_alignment=[
+        "entries_ptr", "order_ptr", "rows_ptr", "wanted_ptr", "kv_lens_ptr", "found_ptr", "load_entries_ptr",
+        "load_places_ptr",
+    ]
+)
 def _find_swaps_kernel(
     entries_ptr, order_ptr, marks_ptr, victims_ptr, counts_ptr, rows_ptr, wanted_ptr, kv_lens_ptr, found_ptr,
-    load_entries_ptr, load_places_ptr, load_counts_ptr, most_entries, num_tokens, RATIO: tl.constexpr, K: tl.constexpr,
+    load_entries_ptr, load_places_ptr, load_counts_ptr, most_entries, num_tokens, K, RATIO: tl.constexpr,
     B: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
 ):
     # wanted, found, loads [n, K]; entries [R, B + 1]; order, victims [R, B]; marks [R, most_entries]
@@ -113,9 +122,12 @@ def _find_swaps_kernel(
         tl.atomic_add(counts_ptr + 1, num_loaded.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(
+    do_not_specialize=["table_width", "K"],
+    do_not_specialize_on_alignment=["page_table_ptr", "load_entries_ptr", "load_places_ptr"],
+)
 def _load_entries_kernel(
-    parts_ptr, page_table_ptr, load_entries_ptr, load_places_ptr, load_counts_ptr, table_width, K: tl.constexpr,
+    parts_ptr, page_table_ptr, load_entries_ptr, load_places_ptr, load_counts_ptr, table_width, K,
     WORD: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # parts [pairs, 7]: addresses of source and target, their page strides, entry stride, entries of a page, words
@@ -147,8 +159,8 @@ def find_swaps(
     count, slots = wanted.shape[1], hot.num_slots
     _find_swaps_kernel[(len(rows),)](
         hot.entries, hot.order, hot.marks, hot.victims, hot.counts, rows, wanted, kv_lens, found, loads.entries,
-        loads.places, loads.counts, hot.marks.shape[1], len(rows), RATIO=hot.ratio, K=count, B=slots,
-        BLOCK_K=triton.next_power_of_2(count), BLOCK_B=triton.next_power_of_2(slots), num_warps=8,
+        loads.places, loads.counts, hot.marks.shape[1], len(rows), count, RATIO=hot.ratio, B=slots,
+        BLOCK_K=max(LEAST_COLUMNS, triton.next_power_of_2(count)), BLOCK_B=triton.next_power_of_2(slots), num_warps=8,
     )
 
 
@@ -161,6 +173,6 @@ def load_entries(parts: EntryParts, page_table: torch.Tensor, loads: Loads) -> N
     widest = max(source.shape[2] for source in parts.sources) // parts.word
     programs = max(1, min(most, BUSY_PROGRAMS // rows))
     _load_entries_kernel[(rows, programs, len(parts.sources))](
-        parts.table, page_table, loads.entries, loads.places, loads.counts, page_table.stride(0), K=most,
+        parts.table, page_table, loads.entries, loads.places, loads.counts, page_table.stride(0), most,
         WORD=WORDS[parts.word], BLOCK=min(256, triton.next_power_of_2(widest)), num_warps=1,
     )
