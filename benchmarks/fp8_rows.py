@@ -1,5 +1,6 @@
 """Products of few rows with e4m3 weights in blocks of 128 x 128 by how programs divide them, on one Hopper GPU:
-``python -m benchmarks.fp8_rows [--only REGEX] [--rows 1 4]``.
+``python -m benchmarks.fp8_rows [--only REGEX] [--rows 1 4]``. With ``--split [PLANS]``, products of 17 to 256 rows in
+FP8 by so many plans of ``fp8_split.cu``, beside Gluon's.
 
 Weights are a rank's of DeepSeek-V4-Flash, DeepSeek-V3 and Qwen3-30B-A3B. Microseconds of a product in captured chains
 over copies of the weight that the L2 does not hold, each division checked against the plain product; beside them what
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,8 +21,8 @@ import torch
 from benchmarks.coded_experts import draw
 from benchmarks.cuda_kernels import time_calls
 from benchmarks.quantized_gpu import FORMS
-from benchmarks.roofline import BANDWIDTH
-from headrace.kernels.coded_linear import CODED_LINEAR, fp8_rows, hopper
+from benchmarks.roofline import BANDWIDTH, FP8_RATE
+from headrace.kernels.coded_linear import CODED_LINEAR, FP8_LINEAR, FP8_SUMS, fp8_rows, fp8_split, hopper
 from headrace.kernels.coded_linear.choice import describe_codes, find_solutions
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.fp8_rows import LOWER, RING, Shape
@@ -54,6 +56,18 @@ TILES = [
 """Of Gluon's product. What splits leave is not added up."""
 LAYER = ("V4 queries and latent", "V4 queries up, 2 ranks", "V4 output, 2 ranks", "V4 gate_up, 2 ranks",
          "V4 down, 2 ranks")
+
+
+SPLIT_CASES = {
+    # form, outputs, inputs
+    "Llama 8B qkv": ("fp8 channel", 6144, 4096), "Llama 8B o": ("fp8 channel", 4096, 4096),
+    "Llama 8B down": ("fp8 channel", 4096, 14336),
+    "V4 queries and latent": ("fp8 block 128", 1536, 4096), "V4 queries up": ("fp8 block 128", 32768, 1024),
+    "V4 output groups": ("fp8 block 128", 8192, 4096), "V4 output": ("fp8 block 128", 4096, 8192),
+    "V4 gate_up": ("fp8 block 128", 4096, 4096), "V4 down": ("fp8 block 128", 4096, 2048),
+    "V4 index queries": ("fp8 block 128", 8192, 1024),
+}
+SPLIT_ROWS = (32, 64, 96, 128, 160, 192, 250)
 
 
 def name_of(shape: Shape) -> str:
@@ -146,12 +160,63 @@ def run_layer(rows: int) -> None:
           + " | ".join(f"{key} {seconds * 1e6:.1f}" for key, seconds in times.items()), flush=True)
 
 
+def run_split(name: str, num_rows: int, most: int) -> None:
+    """Print one product's lines of rows in FP8: other kernels, then plans by their times, with estimates in brackets.
+    ``sums`` leaves sums of splits to the norm."""
+    form, outputs, inputs = SPLIT_CASES[name]
+    count = max(4, min(64, WEIGHT_BYTES // (outputs * inputs)))
+    weights = [draw(FORMS[form], outputs, inputs) for _ in range(count)]
+    x = quantise_rows(torch.randn(num_rows, inputs, device="cuda").to(BF16), 128 if "block" in form else 0)
+    whole = x.decode(torch.float64) @ dequantise(weights[0], torch.float32).double().T
+    found: dict[str, float] = {}
+
+    def time(label: str, multiply: Callable[[DeviceCodes], torch.Tensor]) -> None:
+        try:
+            out = multiply(weights[0])
+            wrong = compare(out.sum(0) if out.dim() == 3 else out, whole)
+            found[label + wrong] = time_calls([partial(multiply, own) for own in weights])
+        except Exception as error:  # a benchmark goes on
+            found[f"{label}: {type(error).__name__}"] = 9.0
+
+    for label, own in (("gluon", "gluon_fp8"), ("scaled_mm", "scaled_mm_blocks" if "block" in form else "scaled_mm")):
+        time(label, lambda weight, own=own: FP8_LINEAR.load(own)(x, weight, None, BF16))  # type: ignore[misc]
+    time("sums", lambda weight: FP8_SUMS.load("gluon_fp8")(x, weight, BF16))
+    others, size = dict(found), fp8_split.measure_size(x, weights[0])
+    found.clear()
+    residents = fp8_split.prepare(size.has_tables, x.codes.device)
+    estimates = {
+        plan: fp8_split.estimate(size, plan, fp8_split.find_residents(plan, residents))
+        for plan in fp8_split.list_plans(size, residents)
+    }
+    for plan in sorted(estimates, key=estimates.__getitem__)[:most]:
+        resident = fp8_split.find_residents(plan, residents)
+        label = f"{plan.rows}x{plan.width}/{plan.splits}/{plan.shares} ({estimates[plan] * 1e6:.1f})"
+        time(label, partial(fp8_split.launch, x, bias=None, plan=plan, residents=resident))
+    chosen, best = next(iter(found.values())), min(found.values())
+    floor = max(weights[0].num_bytes / BANDWIDTH, 2 * num_rows * outputs * inputs / FP8_RATE) * 1e6
+    texts = [
+        " | ".join(f"{label} {seconds * 1e6:.2f}" for label, seconds in sorted(own.items(), key=lambda item: item[1]))
+        for own in (others, found)
+    ]
+    print(
+        f"{name:<24}{outputs:>6} x {inputs:<5} {num_rows} rows, floor {floor:.2f}, {texts[0]}, chosen "
+        f"{chosen * 1e6:.2f}, best {best * 1e6:.2f}: {texts[1]}", flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=".")
-    parser.add_argument("--rows", nargs="*", type=int, default=[1])
+    parser.add_argument("--rows", nargs="*", type=int)
+    parser.add_argument("--split", nargs="?", type=int, const=12)
     options = parser.parse_args()
-    for rows in options.rows:
+    if options.split:
+        print(f"clusters of {fp8_split.CLUSTERS} at once: {fp8_split.prepare(False, torch.device('cuda', 0))}")
+        for name in SPLIT_CASES:
+            for rows in (options.rows or SPLIT_ROWS) if re.search(options.only, name) else ():
+                run_split(name, rows, options.split)
+        return
+    for rows in options.rows or [1]:
         for name in CASES:
             if re.search(options.only, name):
                 run_case(name, rows)

@@ -254,6 +254,23 @@ DEPENDENT = _LaunchAttribute(6, 0, 1)
 """``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``"""
 
 
+@cache
+def _describe_cluster(size: int) -> _LaunchAttribute:
+    """``CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION``"""
+    cluster = _LaunchAttribute(4, 0, size)
+    cluster.rest[0] = cluster.rest[1] = 1
+    return cluster
+
+
+@cache
+def _list_attributes(is_dependent: bool, cluster: int) -> ctypes.Array[_LaunchAttribute]:
+    """Those that apply, from the first on."""
+    found = [DEPENDENT] if is_dependent else []
+    if cluster > 1:
+        found.append(_describe_cluster(cluster))
+    return (_LaunchAttribute * 2)(*found)
+
+
 def current_stream(device: int) -> int:
     """The handle of torch's current stream of a device, in a tenth of the time that `torch.cuda.current_stream` takes.
     """
@@ -278,19 +295,20 @@ class CudaKernel:
         call_driver("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)
 
     def launch(
-        self, programs: int, threads: int, *arguments: Any, is_dependent: bool = False, shared_bytes: int | None = None
+        self, programs: int, threads: int, *arguments: Any, is_dependent: bool = False, shared_bytes: int | None = None,
+        cluster: int = 1
     ) -> None:
         """Launch ``programs`` blocks of ``threads`` threads on torch's current stream. Arguments are ctypes objects,
         which the driver copies before it returns. With ``is_dependent``, by programmatic dependent launch: see
-        `headrace.kernels.launch`. ``shared_bytes``: less than the most. Raises `CudaSourceError`; errors of the kernel
-        itself appear later."""
+        `headrace.kernels.launch`. ``shared_bytes``: less than the most. ``cluster``: blocks of a cluster, of a source
+        that does not state them. Raises `CudaSourceError`; errors of the kernel itself appear later."""
         compiling = _compiling.get()
         if not self._is_loaded or (compiling is not None and compiling.is_dry):
             return
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         config = _LaunchConfig(
             (programs, 1, 1), (threads, 1, 1), self.shared_bytes if shared_bytes is None else shared_bytes,
-            current_stream(self._device), ctypes.pointer(DEPENDENT), int(is_dependent),
+            current_stream(self._device), _list_attributes(is_dependent, cluster), int(is_dependent) + (cluster > 1),
         )
         call_driver("cuLaunchKernelEx", byref(config), self._function, places, None)
 
@@ -317,10 +335,9 @@ class CudaKernel:
         if not self._is_loaded:
             return 1
         call_driver("cuFuncSetAttribute", self._function, LARGE_CLUSTERS, 1)
-        cluster, count = _LaunchAttribute(4, 0, size), c_int()  # ``CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION``
-        cluster.rest[0] = cluster.rest[1] = 1
+        count = c_int()
         config = _LaunchConfig(
-            (size, 1, 1), (threads, 1, 1), self.shared_bytes, None, ctypes.pointer(cluster), 1
+            (size, 1, 1), (threads, 1, 1), self.shared_bytes, None, ctypes.pointer(_describe_cluster(size)), 1
         )
         call_driver("cuOccupancyMaxActiveClusters", byref(count), self._function, byref(config))
         return count.value

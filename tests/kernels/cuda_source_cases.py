@@ -13,7 +13,7 @@ from headrace.kernels.attention import fp8_decodes
 from headrace.kernels.attention import hopper as chunks
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.coded_linear import cuda as coded_rows
-from headrace.kernels.coded_linear import fp8_rows, tiled_block, tiled_many, tiles, wide
+from headrace.kernels.coded_linear import fp8_rows, fp8_split, tiled_block, tiled_many, tiles, wide
 from headrace.kernels.collective import calls
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes import hopper as few_decodes
@@ -129,6 +129,7 @@ CASES: dict[str, list[Find]] = {
         fp8_rows.find_kernel, (8, fp8_rows.RING, 0, True, True), (16, replace(fp8_rows.RING, splits=2), 1, False, True),
         (8, fp8_rows.LOWER[0], 3, True, False), (16, fp8_rows.LOWER[1], 2, False, False),
     ),
+    "fp8_split": each(fp8_split.find_kernel, (1, False), (2, False), (1, True), (2, True)),
     "gated_product": each(gated_product.find_kernel, (BF16, "silu"), (F16, "gelu_tanh")),
     "index_scores": each(few_scores.find_kernel, (64, False), (32, True)),
     "linear_route": [

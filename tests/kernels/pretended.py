@@ -172,16 +172,18 @@ class RecordedKernel:
             raise Refused(f"{name} asks for {shared_bytes} of {most} bytes of shared memory: {self.macros}")
 
     def launch(
-        self, programs: int, threads: int, *arguments: Any, is_dependent: bool = False, shared_bytes: int | None = None
+        self, programs: int, threads: int, *arguments: Any, is_dependent: bool = False, shared_bytes: int | None = None,
+        cluster: int = 1
     ) -> None:
+        cluster = max(cluster, self.cluster)
         asked = self.shared_bytes if shared_bytes is None else shared_bytes
         about = f"{self.name} {self.macros}: {programs} blocks of {threads} threads, {asked} bytes"
         if not 0 < programs <= MOST_GRID or not 0 < threads <= MOST_THREADS or threads % 32:
             raise Refused(f"grid or block of {about}")
         if not 0 <= asked <= self.shared_bytes:
             raise Refused(f"more shared memory than the most of {about}")
-        if self.cluster > self._most_cluster or programs % self.cluster:
-            raise Refused(f"clusters of {self.cluster} in {about}")
+        if cluster > self._most_cluster or programs % cluster:
+            raise Refused(f"clusters of {cluster} in {about}")
         for argument in arguments:
             ctypes.addressof(argument)
         self._recording.launches.append(

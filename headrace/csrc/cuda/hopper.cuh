@@ -111,6 +111,13 @@ __device__ __forceinline__ void transpose(uint32 (&v)[4]) {
   }
 }
 
+// Transposes an 8 x 8 matrix of 16-bit numbers: a lane has two of row lane / 4, before and after.
+__device__ __forceinline__ uint32 turn(uint32 pair) {
+  uint32 turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 // Operands of so many sums, a multiple of 8, and their names, in the text of an instruction.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F8(d, i) F4(d, i), F4(d, i + 4)

@@ -39,6 +39,7 @@ SUPER_BLOCK_ROWS = 2, 256
 LEAST_MANY_ROWS, MOST_MANY_ROWS = 33, 1024
 LEAST_GLUON_ROWS, MOST_GLUON_ROWS = 3, 512
 LEAST_WAVE_ROWS, LEAST_WAVE_OUTPUTS = 65, 7168
+LEAST_SPLIT_ROWS, MOST_SPLIT_ROWS = 17, 256
 
 
 def _reason_against_codes(query: KernelQuery) -> str | None:
@@ -233,6 +234,17 @@ def _reason_against_wave(query: KernelQuery) -> str | None:
     return requires_hopper(query) or _reason_against_rows(query) or _with_hopper(query)
 
 
+def _reason_against_split(query: KernelQuery) -> str | None:
+    shape, rows = query.shape, query.shape.get("num_rows", LEAST_SPLIT_ROWS)
+    if not LEAST_SPLIT_ROWS <= rows <= MOST_SPLIT_ROWS:
+        return f"takes {LEAST_SPLIT_ROWS} to {MOST_SPLIT_ROWS} rows"
+    if (shape.get("group"), shape.get("rows")) not in ((128, 128), (shape.get("in_features"), 1)):
+        return "takes scales of outputs or of blocks of 128 x 128"
+    if _reason_against_wave(query) is None:
+        return "leaves gate and up to tiles that fill the device at once"
+    return requires_hopper(query) or _reason_against_scaled(query) or _with_hopper(query)
+
+
 FP8_LINEAR = Operation("fp8 linear kernel")
 """``fp8_linear(rows: Fp8Rows of x [T, I], weight: DeviceCodes [O, I], bias [O] | None, dtype) -> [T, O]`` in ``dtype``;
 rows have a scale each, or one per group where the weight has groups of inputs. Each solution has the name of one of
@@ -247,6 +259,7 @@ FP8_GATED = Operation("fp8 gated linear kernel")
 
 for _name, _function, _supports, _priority, _doc in (
     ("cuda_wave", "wave:{}_rows", _reason_against_wave, 16, "own CUDA C++ for some hundred rows in one wave of tiles"),
+    ("cuda_split", "fp8_split:{}_rows", _reason_against_split, 16, "own CUDA C++ whose clusters share inputs and rows"),
     ("gluon_fp8", "hopper:{}_rows", _reason_against_gluon, 17, "own FP8 GEMM for tens to hundreds of rows"),
     ("scaled_mm", "scaled:{}_rows", _reason_against_rows, 15, "torch's FP8 GEMM"),
     ("scaled_mm_blocks", "scaled:{}_squares", _reason_against_squares, 12, "torch's FP8 GEMM with block scales"),
@@ -259,6 +272,7 @@ for _name, _function, _supports, _priority, _doc in (
     FP8_LINEAR.add(_name, f"headrace.kernels.coded_linear.{_function.format('multiply')}", doc=_doc)
 FP8_SUMS.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_row_sums", doc="leaves its sums as they are")
 FP8_GATED.add("cuda_wave", "headrace.kernels.coded_linear.wave:multiply_gated_rows", doc="in one kernel")
+FP8_GATED.add("cuda_split", "headrace.kernels.coded_linear.hopper:multiply_gated_rows", doc="by the next")
 FP8_GATED.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_gated_rows", doc="in one kernel")
 
 GROUPED_CODED = Operation("grouped coded linear kernel")
