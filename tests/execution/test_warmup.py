@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -210,15 +211,15 @@ def test_what_captured_steps_read_is_measured(monkeypatch: pytest.MonkeyPatch):
 
 
 LATE = """
-import sys
+import json, sys
 from headrace.base.config import engine_config
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.build import build_engine
 
 engine = build_engine(engine_config(
-    model=sys.argv[1], load_format="dummy", device="cuda", dtype="bfloat16", skip_tokenizer=True, graphs="lazy",
-    max_model_len=4096, max_running_requests=64, max_step_tokens=4096, kv_pages=2048,
+    model=sys.argv[1], load_format="dummy", device="cuda", dtype="bfloat16", skip_tokenizer=True,
+    max_model_len=4096, max_running_requests=64, max_step_tokens=4096, kv_pages=2048, **json.loads(sys.argv[2]),
 ))
 for number in range(48):  # each prompt is too long for a graph, and comes beside one more decode
     engine.submit(EngineRequest(str(number), [number] * (1030 + number), SamplingSpec(), StopSpec(100)))
@@ -234,17 +235,31 @@ engine.close()
 """
 
 
+LLAMA = {
+    **CONFIG, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 8192, "vocab_size": 4096,
+}
+FLASH = Path(__file__).parents[2] / "benchmarks" / "models" / "deepseek-v4-flash" / "config.json"
+DEEPSEEK_V4 = {
+    **json.loads(FLASH.read_text()), "vocab_size": 4096, "hidden_size": 1024, "q_lora_rank": 256, "o_lora_rank": 128,
+    "index_topk": 64, "n_routed_experts": 16, "moe_intermediate_size": 256, "num_hidden_layers": 5,
+    "max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.cuda
-def test_no_step_waits_for_a_kernel(tmp_path: Path):
-    """With graphs that are recorded while requests wait; in a process of its own, whose kernels nobody has compiled."""
-    config = {
-        **CONFIG, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "head_dim": 128, "max_position_embeddings": 8192, "vocab_size": 4096,
-    }
+@pytest.mark.parametrize(("config", "options"), [
+    (LLAMA, {"graphs": "lazy"}), (DEEPSEEK_V4, {"graphs": "off", "kv_dtype": "fp8"}),
+    (DEEPSEEK_V4, {"graphs": "lazy", "kv_dtype": "fp8", "hot_slots": 256, "page_size": 128, "prefix_cache": False}),
+], ids=["llama", "deepseek-v4", "hot-slots"])
+def test_no_step_waits_for_a_kernel(config: dict[str, Any], options: dict[str, Any], tmp_path: Path):
+    """Without graphs, or with those that are recorded while requests wait; in a process whose kernels nobody has
+    compiled."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     found = subprocess.run(
-        [sys.executable, "-c", LATE, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", LATE, str(tmp_path), json.dumps(options)], capture_output=True, text=True,
+        env=environment, timeout=300
     )
     assert found.returncode == 0, found.stderr[-2000:]
     assert found.stdout.split()[-2:] == ["late", "0"], found.stderr[-4000:]
