@@ -21,6 +21,7 @@ constexpr int DEPTH = 128, WIDE = 64 * GROUPS, MATH = 128 * GROUPS, IDLE = 128;
 constexpr int MOST_ROWS = TABLES ? 128 : 256, SUMS = MOST_ROWS / 2;
 constexpr uint32 WEIGHT_BYTES = WIDE * DEPTH;
 constexpr uint32 TABLE_BYTES = TABLES ? 1024 : 0;  // of a stage: scales of 128 rows, then of each warpgroup's outputs
+constexpr int LEAVING = 64, OUT_BYTES = LEAVING * 128;  // rows of x that leave at a time, and bytes of a warpgroup's
 
 struct Call {
   const float *x_scales;      // [M], or [K / 128, M]
@@ -64,6 +65,7 @@ __device__ __forceinline__ bool find_work(const Call &call, const Place &place, 
 struct Memory {  // shared: the ring, of which a stage has rows of the weight, rows of x and scales; and what is behind it
   unsigned char *at;                              // the ring as a pointer
   uint32 ring, stage_bytes, x_bytes, bars, sums;  // bars of each stage: full, then empty; of sums of other blocks
+  unsigned char *out;                             // rows that leave, of each warpgroup
   float *x_scales;                                // [MOST_ROWS + 64] of rows, unless these come with stages
 
   __device__ __forceinline__ Memory(unsigned char *storage, const Call &call) {
@@ -73,7 +75,8 @@ struct Memory {  // shared: the ring, of which a stage has rows of the weight, r
     x_bytes = (call.box * call.shares + 15) / 16 * 16 * DEPTH;  // products read whole sixteens
     stage_bytes = WEIGHT_BYTES + x_bytes + TABLE_BYTES;
     bars = ring + call.stages * stage_bytes, sums = bars + 16 * call.stages;
-    x_scales = (float *)(at + (sums + 16 - ring));
+    out = at + (sums + 16 - ring);
+    x_scales = (float *)(out + GROUPS * OUT_BYTES);
   }
 };
 
@@ -107,6 +110,7 @@ __device__ __forceinline__ void meet_cluster() {
 }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(MATH) : "memory"); }
+__device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
 // Ask for a stage's rows of the weight, zeros beyond the last; the stage then also waits for rows of x.
 __device__ __forceinline__ void ask_weight(
@@ -146,6 +150,7 @@ __device__ __forceinline__ void fetch_work(
     stage.advance(call.stages);
   }
   stage = Stage();
+  prefetch_map(x_map);
   wait_for_previous();
 #pragma unroll 1
   for (int index = place.cluster; find_work(call, place, index, work); index += place.clusters) {
@@ -364,39 +369,46 @@ struct Outputs {
   }
 };
 
+// Where 8 outputs of a row that leaves are, of a warpgroup's 64, from the first on; eight rows are in different banks.
+__device__ __forceinline__ uint32 place_of(int row, int chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
+
 // Scale and store the sums of `eights.count` times eight rows. A thread has sums[4 * j + 2 * half + i]: row lane / 4 +
-// 8 * half of its warp's 16 rows of the weight, and row 8 * j + lane % 4 * 2 + i of x.
+// 8 * half of its warp's 16 rows of the weight, and row 8 * j + lane % 4 * 2 + i of x. They leave by shared memory, so
+// that a row is written 64 outputs at a time.
 template <int COUNT>
 __device__ __forceinline__ void finish(
     const Call &call, const float (&sums)[COUNT], const Memory &s, const Work &work, const Outputs &own, Eights eights
 ) {
-  const int mine = threadIdx.x - IDLE, lane = mine % 32, last = min(work.first + call.tile_rows, call.rows);
-  const int row = work.first + 8 * eights.first, output = work.output + mine / 32 * 16;
+  const int group = threadIdx.x / 128 - 1, mine = threadIdx.x % 128, warp = mine / 32, lane = mine % 32;
+  const int matrix = lane / 8, last = min(work.first + call.tile_rows, call.rows);
+  const int column = work.output + group * 64 + mine % 8 * 8;
+  unsigned char *out = s.out + group * OUT_BYTES;
 #pragma unroll
-  for (int begin = 0; begin < COUNT / 4; begin += 4) {
+  for (int begin = 0; begin < COUNT / 4; begin += LEAVING / 8) {
     if (begin >= eights.count) break;
-    float numbers[16];  // `sums` stay as they are: what else defines them would keep products from overlapping
+    const int row = work.first + 8 * (eights.first + begin), end = min(row + 8 * (eights.count - begin), last);
+    sync_group(group);  // what was there has left
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int nth = 0; nth < LEAVING / 8; nth += 2) {
+      float scales[4] = {1.f, 1.f, 1.f, 1.f};  // of two rows, and of those 8 further
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        // beyond the last row whatever the memory holds
-        const float scale = TABLES ? 1.f : s.x_scales[row + 8 * (begin + j) + lane % 4 * 2 + i];
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          numbers[4 * j + 2 * half + i] =
-              sums[4 * (begin + j) + 2 * half + i] * (own.scales[half] * scale) + own.bias[half];
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < (TABLES ? 0 : 4); ++i)  // beyond the last row whatever the memory holds
+        scales[i] = s.x_scales[row + 8 * (nth + i / 2) + lane % 4 * 2 + i % 2];
       uint32 words[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) words[j] = turn(narrow(numbers[4 * j + 2 * half], numbers[4 * j + 2 * half + 1]));
-      transpose(words);  // the lane now has 8 outputs of row 8 * (begin + lane % 4) + lane / 4
-      const int j = begin + lane % 4, m = row + 8 * j + lane / 4, column = output + 8 * half;
-      if (j < eights.count && m < last && column < call.outputs)
-        *(uint4 *)(call.out + (int64)m * call.outputs + column) = uint4{words[0], words[1], words[2], words[3]};
+      for (int i = 0; i < 4; ++i) {  // both eights of outputs of a row are neighbours
+        const float *pair = sums + 4 * (begin + nth + i / 2) + i % 2 * 2, *scale = scales + i / 2 * 2;
+        words[i] = narrow(pair[0] * (own.scales[i % 2] * scale[0]) + own.bias[i % 2],
+                          pair[1] * (own.scales[i % 2] * scale[1]) + own.bias[i % 2]);
+      }
+      put(shared_address(out + place_of((nth + matrix / 2) * 8 + lane % 8, warp * 2 + matrix % 2)), words);
+    }
+    sync_group(group);
+#pragma unroll
+    for (int at = 0; at < LEAVING; at += 16) {
+      const int m = at + mine / 8;
+      if (row + m < end && column < call.outputs)
+        *(uint4 *)(call.out + (int64)(row + m) * call.outputs + column) = *(const uint4 *)(out + place_of(m, mine % 8));
     }
   }
 }

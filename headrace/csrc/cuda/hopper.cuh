@@ -61,6 +61,10 @@ __device__ __forceinline__ void load_box_for(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, "
       "%5}], [%2], %3;" ::"r"(to), "l"(map), "r"(bar), "h"(programs), "r"(column), "r"(row) : "memory");
 }
+// Ask for a map itself, of which the first copy would wait for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 // Eight rows of gate from `row` on, then the same of up, and so on: a map of [columns, 8 rows, 2, eights].
 __device__ __forceinline__ void load_gated_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
@@ -111,11 +115,11 @@ __device__ __forceinline__ void transpose(uint32 (&v)[4]) {
   }
 }
 
-// Transposes an 8 x 8 matrix of 16-bit numbers: a lane has two of row lane / 4, before and after.
-__device__ __forceinline__ uint32 turn(uint32 pair) {
-  uint32 turned;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-  return turned;
+// Four matrices of 8 x 8 numbers of 16 bits to shared memory, transposed: a lane has two of row lane / 4, and names the
+// place of the 16 bytes of column lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void put(uint32 to, const uint32 *words) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 }
 
 // Operands of so many sums, a multiple of 8, and their names, in the text of an instruction.

@@ -58,3 +58,10 @@ __device__ __forceinline__ float apply_gate(const Call &call, float gate, float 
   return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 #endif
 }
+
+// Transposes an 8 x 8 matrix of 16-bit numbers: a lane has two of row lane / 4, before and after.
+__device__ __forceinline__ uint32 turn(uint32 pair) {
+  uint32 turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}

@@ -136,12 +136,6 @@ __device__ __forceinline__ void add_up_rows(float (&sums)[ROWS / 2], Ring &ring,
   add_up<N>(sums, ring, group, steps);
 }
 
-// Four matrices of 8 outputs by 8 rows of x to 16 bytes of each row: lane l names the place of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void put(uint32 to, const uint32 *words) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
-}
-
 // Where piece `chunk` of a row that leaves is, from the first on; exchanged so that eight rows are in different banks.
 __device__ __forceinline__ uint32 place(int row, int chunk) {
   return row * (EACH * 2) + (chunk ^ (GATE ? row / 2 % CHUNKS : row % CHUNKS)) * 16;

@@ -35,8 +35,8 @@ MOST_TILE_ROWS, MOST_TABLE_ROWS = 256, 128
 """Of x in a tile; the latter with scales of 128 inputs."""
 MOST_STAGES, BARRIER_BYTES, TABLE_BYTES = 16, 16, 1024
 """Of the ring in shared memory, and what a stage has beside its tiles; the last one of scales of 128 inputs."""
-SLACK_BYTES = 1024 + 16 + 4 * (MOST_TILE_ROWS + 64)
-"""To align the ring, a barrier, and scales of rows."""
+SLACK_BYTES, OUT_BYTES = 1024 + 16 + 4 * (MOST_TILE_ROWS + 64), 8192
+"""To align the ring, a barrier, and scales of rows; and for each group of outputs rows that leave."""
 SUM_BYTES = 16
 """Of a thread's sums of eight rows of x."""
 CLUSTERS = (1, 2, 4, 8)
@@ -91,6 +91,11 @@ class Plan(NamedTuple):
         return self.rows if self.shares == 1 else 8 * ceil_div(self.rows, 8 * self.shares)
 
     @property
+    def fixed_bytes(self) -> int:
+        """Of shared memory beside the ring."""
+        return SLACK_BYTES + self.groups * OUT_BYTES
+
+    @property
     def sum_bytes(self) -> int:
         """Of the sums of all splits that a block receives, its own included."""
         each = ceil_div(ceil_div(self.rows, 8), self.splits)
@@ -108,14 +113,14 @@ class Plan(NamedTuple):
     def count_stages(self, size: Size) -> int:
         """Of the ring: no more than a block needs, unless sums need their room."""
         each = self.count_stage_bytes(has_tables=size.has_tables)
-        most = min(MOST_STAGES, (MOST_BYTES - SLACK_BYTES) // (each + BARRIER_BYTES))
+        most = min(MOST_STAGES, (MOST_BYTES - self.fixed_bytes) // (each + BARRIER_BYTES))
         needed = ceil_div(size.steps, self.splits) if self.splits > 1 else most
         return min(most, max(needed, ceil_div(self.sum_bytes, each)))
 
     def count_shared_bytes(self, size: Size) -> int:
         """Dynamic shared memory of a block."""
         stage = self.count_stage_bytes(has_tables=size.has_tables) + BARRIER_BYTES
-        return keep_apart(SLACK_BYTES + self.count_stages(size) * stage)
+        return keep_apart(self.fixed_bytes + self.count_stages(size) * stage)
 
 
 CLOCK, PRODUCTS, STEP_CYCLES = 1.65e9, 0.85 * 4096, 60.0
