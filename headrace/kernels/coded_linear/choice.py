@@ -45,7 +45,7 @@ from headrace.kernels.timing import Timer, time_chain
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 4096)
 """Rows measured; others take the choice of the next larger number."""
 SHARES = ((8, 0.4), (64, 0.3), (256, 0.2), (1 << 62, 0.1))
 """How much all numbers of rows up to each bound count, from the bound before it on, in a plan's gain: few requests,
