@@ -37,7 +37,7 @@ CARVEOUT = 9
 LARGE_CLUSTERS = 14
 """``CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED``"""
 TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
-SWIZZLES, PROMOTE_128 = {32: 0, 64: 2, 128: 3}, 2
+SWIZZLES, PROMOTE_128 = {32: 0, 64: 2, 128: 3, 144: 0}, 2
 """``CU_TENSOR_MAP_SWIZZLE_NONE``, ``_64B`` and ``_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
 MAP_BYTES = 128
 """Size of a ``CUtensorMap``, which must be aligned to 64 bytes."""
@@ -363,8 +363,8 @@ def encode_map(
     swizzle: int = 0,
 ) -> ctypes.Array[ctypes.c_char]:
     """A TMA tensor map of a strided tensor of two to five dimensions of 16-bit numbers or bytes. The last dimension of
-    a ``box`` is 64 or 128 bytes, swizzled by as many, or 32. A narrower one is swizzled by ``swizzle`` bytes if told
-    so, and its rows in shared memory are as far apart. Strides of the other dimensions are multiples of 16 bytes.
+    a ``box`` is 64 or 128 bytes, swizzled by as many, or 32 or 144. A narrower one is swizzled by ``swizzle`` bytes if
+    told so, and its rows in shared memory are as far apart. Strides of the other dimensions are multiples of 16 bytes.
     Elements outside the tensor read as zero and are not written."""
     # Kept, as steps launched one by one come with the same addresses again: a map takes 25 us. It says nothing of what
     # the memory has. 64 bytes more than a map, to align it; dimensions and strides are given innermost first.

@@ -183,14 +183,17 @@ CASES: dict[str, list[Find]] = {
     "tiled_block": each(
         tiled_block.find_kernel,
         *((form, tiled_block.choose_block(form, most)) for form, most in (
-            (INT4, 16), (INT4_PAIRS, 32), (INT8, 64), (UINT8, 16))),
+            (INT4, 16), (INT4_PAIRS, 32), (INT8, 64), (UINT8, 16), (Q4_K, 16), (Q4_K._replace(super_form=4), 64))),
     ),
     "tiled_many": each(
         tiled_many.find_kernel,
         *((form, is_whole, tile, gate) for tile, (form, is_whole, gate) in zip(tiled_many.TILES, (
             (INT4, False, 0), (INT4_PAIRS, True, 1), (INT4, False, 2), (INT4_PAIRS._replace(group=128), False, 0),
             (INT4._replace(group=0), False, 0)), strict=True)),
-        (Q4_K, False, tiled_many.TILES[1], 1),
+        *((Q4_K._replace(super_form=form), False, tiled_many.TILES[tile], gate) for form, tile, gate in (
+            (1, 1, 1), (2, 1, 0), (3, 2, 0), (4, 4, 2))),
+        (Q4_K._replace(tail_form=4), False, tiled_many.TILES[4], 0),
+        (Q4_K._replace(super_form=2, tail_form=3), False, tiled_many.TILES[3], 0),
     ),
     "tiled_rows": each(
         tiles.find_kernel, (INT4, tiles.SHAPES[0], 0), (INT4_PAIRS, tiles.SHAPES[1], 0), (UINT8, tiles.SHAPES[0], 0),

@@ -20,7 +20,7 @@ from headrace.kernels.attention.blocks import Head
 from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace
 from headrace.kernels.coded_linear import CODED_FLOAT, CODED_GATED, CODED_NORM_LINEAR, CODED_SUMS, choice
 from headrace.kernels.coded_linear.codes import Code
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Supers
 from headrace.kernels.collective.push import PushCollectives
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.latents.slots import KEY_SCALE_BYTES, Slots
@@ -76,6 +76,9 @@ EXPERTS = [
 ]
 """Experts, choices, hidden and intermediate sizes."""
 ROWS = [0, 1, 2, 3, 8, 16, 17, 33, 64, 65, 129, 256, 513, 1024, 4096, 16384]
+SUPERS = {name: Supers(bits, name != "Q6_K") for name, bits in (("Q4_K", 4), ("Q5_K", 6), ("Q6_K", 6))}
+MIXED = [*((name, 0) for name in SUPERS), ("Q4_K, Q6_K", 0)]
+"""Of super-blocks; the last third of the outputs in another form."""
 FORMS = [("fp8", 128), ("fp8", 0), ("int4", 128), ("int4", 32), ("int4", 0), ("int8", 0), ("int8", 128), ("mxfp4", 32)]
 """Codes, and inputs that share a scale; 0: all."""
 OF_TORCH = {"reference", "triton_expand", "scaled_mm", "scaled_mm_blocks"}
@@ -112,6 +115,19 @@ def make_codes(gpu: Recording, form: tuple[str, int], outputs: int, inputs: int)
     return DeviceCodes(Code.INT, inputs, codes, pairs, shared, has_whole_zeros=True)
 
 
+def make_supers(gpu: Recording, names: str, outputs: int, inputs: int) -> DeviceCodes:
+    name, _, rest = names.partition(", ")
+    supers, tail = SUPERS[name], None
+    if rest:
+        last = outputs // 48 * 16
+        outputs, tail = outputs - last, make_supers(gpu, rest, last, inputs)
+    codes = gpu.empty(outputs, inputs * supers.bits // 8, dtype=U8)
+    scales = gpu.empty(outputs, inputs // 256 * supers.row_bytes, dtype=U8)
+    return DeviceCodes(
+        Code.INT, inputs, codes, scales, supers.group, has_whole_zeros=not supers.has_mins, supers=supers, tail=tail
+    )
+
+
 def list_weights(seed: int, count: int = 30) -> list[tuple[int, int, bool]]:
     """Outputs, inputs, and whether gate and up are stacked: some of layers, those of ranks too, and of heads."""
     draw, found = random.Random(seed), []
@@ -145,15 +161,18 @@ def test_products_of_plain_weights(hopper: Recording):
     assert {"plain_rows", "gated_product"} <= set(hopper.own)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS + MIXED, ids=str)
 def test_products_of_weights_in_codes(form: tuple[str, int], hopper: Recording):
     """By every solution that says it takes them, not only by the fastest."""
     draw = random.Random(str(form))
     for outputs, inputs, is_gated in list_weights(len(str(form)), 12):
-        whole = make_codes(hopper, form, outputs, inputs)
-        norm, weights = Norm(hopper.empty(inputs), 1e-5), [whole]
-        if whole.fault_of_tiles is None:
-            weights.append(whole.tile())
+        norm = Norm(hopper.empty(inputs), 1e-5)
+        if form in MIXED:
+            supers = make_supers(hopper, form[0], outputs, inputs // 256 * 256)
+            weights = [] if inputs % 256 or supers.fault_of_tiles else [supers.tile()]
+        else:
+            whole = make_codes(hopper, form, outputs, inputs)
+            weights = [whole, *([whole.tile()] if whole.fault_of_tiles is None else [])]
         for weight in weights:
             query = choice.describe_codes(weight, torch.bfloat16, hopper.card.capability)
             for rows in draw.sample(ROWS, 4):
@@ -171,8 +190,9 @@ def test_products_of_weights_in_codes(form: tuple[str, int], hopper: Recording):
                             out = CODED_GATED.load(name)(x, weight, None, gate)
                             assert out is None or out.shape == (rows, outputs // 2)
                     if name in CODED_NORM_LINEAR.names():
-                        out, _ = CODED_NORM_LINEAR.load(name)(x, x, norm, weight, None, "silu" if is_gated else "")
-                        assert out.shape == (rows, outputs // (1 + is_gated))
+                        has_gate = is_gated and weight.tail is None
+                        out, _ = CODED_NORM_LINEAR.load(name)(x, x, norm, weight, None, "silu" if has_gate else "")
+                        assert out.shape == (rows, outputs // (1 + has_gate))
 
 
 def list_experts() -> Iterator[tuple[int, int, int, int]]:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from headrace.kernels.coded_linear import CODED_FLOAT, CODED_LINEAR, choice, expand, reference, tiled_block, tiles
 from headrace.kernels.coded_linear.choice import find_solutions, pack_parts
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Supers
 from headrace.kernels.coded_linear.forms import CodedWeight, Plan
 from headrace.kernels.coded_linear.super_blocks import SUPERS, pack_supers
 from headrace.kernels.linear import Norm
@@ -183,7 +183,7 @@ def test_who_takes_them(name: str):
         assert {"triton_expand", "reference"} <= set(found)
         assert set(found) <= {"cuda_tiles", "cuda_tile_block", "cuda_tile_many", "triton_expand", "reference"}
         assert ("cuda_tiles" in found) == (rows <= 8) and ("cuda_tile_block" in found) == (2 <= rows <= 256)
-        assert ("cuda_tile_many" in found) == (name == "Q4_K" and 33 <= rows <= 1024)
+        assert ("cuda_tile_many" in found) == (33 <= rows <= 1024)
         assert set(found) <= set(CODED_FLOAT.names())
     wide = query(make(name, 14336)[0], 5)
     assert CODED_LINEAR.reason_against("cuda_tiles", wide) is None
@@ -231,44 +231,112 @@ def test_own_products_fit_shared_memory(name: str):
         assert used <= tiled_block.MOST_BYTES and block.room * (used + (1 << 10)) <= 228 << 10 and block.stages >= 2
 
 
-def decode_stage(stage: torch.Tensor, unit: int) -> torch.Tensor:
-    """The numbers [64, 128] in bfloat16 that threads of ``tiled_many.cu`` get, by the addresses that they read."""
-    out, thread = torch.empty(64, 128, dtype=torch.bfloat16), torch.arange(128)
+def read_six(stage: torch.Tensor, near: torch.Tensor, far: torch.Tensor, plane: int, at: torch.Tensor) -> torch.Tensor:
+    """Codes ``at`` of 16 of 6 bits, whose words begin at ``near`` and ``far``."""
+    places = [near + 12, far, far + 4] if plane else [near, near + 4, near + 8]
+    words = torch.stack([stage[place + at % 4].int() for place in places])
+    last = (words[0] & 3) << 4 | (words[1] & 3) << 2 | words[2] & 3
+    return torch.where(at < 12, words.gather(0, (at // 4).clamp(max=2)[None])[0] >> 2, last)
+
+
+def read_terms(
+    stage: torch.Tensor, table: torch.Tensor, r: torch.Tensor, supers: Supers, unit: int, piece: int, plane: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """256 times the scale, and the min, of threads whose eights' scales lie at ``table``; float32."""
+    if not supers.has_mins:
+        scale = stage[table + r * 16 + unit % 2 * 8 + piece * 2 + plane].view(torch.int8)
+        factor = stage[(table + 128 + r * 2)[:, None] + torch.arange(2)].view(torch.float16).float()
+        return scale * (256 * factor[:, 0]), torch.zeros(len(r))
+    own = stage[(table + r * 16)[:, None] + torch.arange(16)]
+    factors = own[:, :4].contiguous().view(torch.float16).float()
+    three = own[:, 4 + 3 * (unit % 2 * 2 + piece // 2) :][:, :3].int()
+    bits = (three[:, 0] | three[:, 1] << 8 | three[:, 2] << 16) >> 6 * plane
+    return factors[:, 0] * 256 * (bits & 63), factors[:, 1] * (bits >> 12 & 63)
+
+
+def make_numbers(code: torch.Tensor, scale: torch.Tensor, least: torch.Tensor, supers: Supers) -> torch.Tensor:
+    """Numbers of the weight in bfloat16 by the kernels' arithmetic; of codes from 0 on."""
+
+    def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return (a.double() * b.double() + c.double()).float().bfloat16()
+
+    high = scale.bfloat16()
+    low, one = (scale - high.float()).bfloat16(), torch.ones_like(high)
+    if not supers.has_mins:
+        number = fma(code / 256, one, torch.full_like(high, -(2.0 ** (supers.bits - 9))))
+        return fma(number, high, (number.double() * low.double()).float().bfloat16())
+    grid = 3072.0 if supers.bits == 4 else 12288.0
+    zero = ((least / scale).nan_to_num(0.0).clamp(0, 1) + grid - grid).bfloat16()
+    rest = (zero.double() * scale.double() - least.double()).float().bfloat16()
+    number = fma(code / 256, one, -zero)
+    assert torch.equal(number.double(), code.double() / 256 - zero.double()) or (zero > 0.99).any()
+    return fma(number, high, fma(number, low, rest))
+
+
+def decode_stage(stage: torch.Tensor, supers: Supers, groups: int, unit: int) -> torch.Tensor:
+    """The numbers [64 * groups, 128] in bfloat16 that threads of ``tiled_many.cu`` get, by the addresses that they
+    read."""
+    out, thread = torch.empty(64 * groups, 128, dtype=torch.bfloat16), torch.arange(128 * groups)
     lane, row = thread % 32, thread // 32 * 16 + thread % 32 // 4
-    at, turned = row * 64 + lane % 4 * 2, row // 2 % 4 * 16
-    table = 64 * 64 + row // 8 * 128 + lane // 4 * 16
-    for half, piece, h, high, byte in product(range(2), range(4), range(2), range(2), range(2)):
-        place = at + (piece * 16 ^ turned) + half * 512 + h * 8 + byte
-        code = stage[place].int() >> 4 if high else stage[place].int() & 15
-        own = stage[(table + half * 128)[:, None] + torch.arange(16)]
-        factors = own[:, :4].contiguous().view(torch.float16).float()
-        three = own[:, 4 + 3 * (unit % 2 * 2 + piece // 2) :][:, :3].int()
-        bits = (three[:, 0] | three[:, 1] << 8 | three[:, 2] << 16) >> 6 * high
-        scale, low = factors[:, 0] * (bits & 63), factors[:, 1] * (bits >> 12 & 63)
-        value = ((code + 2048.0) * scale.double() - (2048 * scale + low)).float().bfloat16()
-        out[row + 8 * half, 64 * high + 16 * piece + 8 * h + lane % 4 * 2 + byte] = value
+    r, unit_bytes = row % 8, 128 * supers.bits
+    for half, piece, h, plane, byte in product(range(2), range(4), range(2), range(2), range(2)):
+        at, eight = h * 8 + lane % 4 * 2 + byte, row // 8 + half
+        if supers.bits == 4:
+            code = stage[eight * 512 + r * 64 + (piece * 16 ^ r // 2 * 16) + at].int() >> 4 * plane & 15
+        else:
+            near = eight * 768 + r * 64 + ((piece ^ 2 * half) * 16 ^ r // 2 * 16)
+            far = eight * 768 + 512 + (r * 32 ^ r // 4 * 16 ^ (piece // 2 * 16 + half * 32)) + piece % 2 * 8
+            code = read_six(stage, near, far, plane, at)
+        code = code if supers.has_mins else code ^ 1 << supers.bits - 1
+        table = 8 * groups * unit_bytes + eight * 8 * supers.row_bytes
+        scale, least = read_terms(stage, table, r, supers, unit, piece, plane)
+        out[row + 8 * half, 64 * plane + 16 * piece + at] = make_numbers(code, scale, least, supers)
     return out
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_threads_for_many_rows_find_the_numbers_of_their_rows(is_gated: bool):
-    """Also of the second half of a super-block; a stage has the bytes that its barrier waits for."""
+@pytest.mark.parametrize("kind", BITS)
+def test_threads_for_many_rows_find_the_numbers_of_their_rows(kind: str, is_gated: bool):
+    """Rounded once, nearly; also of the second half of a super-block, zeros beyond the last outputs. A stage has the
+    bytes that its barrier waits for."""
     from headrace.kernels.coded_linear import tiled_many
 
-    blocks = draw_blocks("Q4_K", 352, 512)
+    outputs, supers = 352, SUPERS[kind]
+    blocks = draw_blocks(kind, outputs, 512)
     weight, plain = pack_supers([blocks], torch.device("cpu")), expected_of(blocks)
     assert weight is not None
-    weight, tile, rows = weight.tile(), tiled_many.Tile(128, 1, 4), torch.arange(64)
-    form, boxes = tiled_many.describe_form(weight), tiled_many.find_boxes(weight, tile, is_gated=is_gated)
-    for pair, unit in product((0, 4), range(4)):
-        stage = fill_stage(boxes, unit, unit // 2, pair)
-        assert len(stage) + tile.rows * 256 == tile.count_stage_bytes(form)
-        eights = pair + rows // 16 + rows // 8 % 2 * 22 if is_gated else 2 * pair + rows // 8
-        expected = plain[eights * 8 + rows % 8, unit * 128 : unit * 128 + 128].bfloat16()
-        assert relative_error(decode_stage(stage, unit), expected.double()) < 2e-3
+    weight, form = weight.tile(), tiled_many.describe_form(weight)
+    for tile in {tile.groups: tile for tile in tiled_many.TILES}.values():
+        boxes, rows = tiled_many.find_boxes(weight, tile, is_gated=is_gated), torch.arange(tile.width)
+        for pair, unit in product((0, tile.width // 16), range(4)):
+            stage = fill_stage(boxes, unit, unit // 2, pair)
+            assert len(stage) == tile.count_code_bytes(form)
+            assert 0 <= tile.count_room(form) - len(stage) < tiled_many.CODE_STEP
+            eights = pair + rows // 16 + rows // 8 % 2 * (outputs // 16) if is_gated else 2 * pair + rows // 8
+            inside = (pair + rows // 16) * 16 < outputs
+            expected = plain[(eights * 8 + rows % 8)[inside], 128 * unit : 128 * unit + 128]
+            found = decode_stage(stage, supers, tile.groups, unit)
+            assert not found[~inside].any() and inside.any()
+            once = expected.bfloat16()
+            assert relative_error(found[inside], expected.double()) < 1.001 * relative_error(once, expected.double())
+            assert (found[inside] != once).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_plans_for_many_rows_fit_shared_memory(name: str):
+    from headrace.kernels.coded_linear import tiled_many
+
+    weight, _ = make(name, 512)
+    form = tiled_many.describe_form(weight)
     for tile in tiled_many.TILES:
-        assert tile.count_stages(form) >= 2
-        assert tile.count_stages(form) * (tile.count_stage_bytes(form) + 16) + 1024 <= tiled_many.MOST_BYTES
+        stages, code_stages = tile.count_stages(form)
+        assert stages >= 3 and tile.count_bytes(form) <= tiled_many.MOST_BYTES
+        # three stages of 256 rows hold codes of 4 bits, but of 6 two
+        assert code_stages == (2 if tile.rows == 256 and not {2, 4}.isdisjoint(form[3:]) else 0)
+        size = tiled_many.measure_size(200, weight, 132)
+        assert sum((size.outputs - size.tail, size.tail)) == weight.out_features
+        # a cluster has outputs of one form
+        assert tiled_many.count_items(tile, size) == len(weight.parts) * -(-200 // tile.rows)
 
 
 @pytest.mark.cuda
@@ -316,32 +384,46 @@ def test_own_blocks_of_tens_of_rows(name: str, rows: int, inputs: int):
     assert relative_error(tiled_block.launch(x, weight, bias, splits=1), expected + bias.double()) < 5e-3
 
 
+MANY: dict[str, tuple[tuple[str, int], ...]] = {
+    **{kind: ((kind, 400),) for kind in BITS}, "Q4_K_M": (("Q4_K", 2048), ("Q4_K", 512), ("Q6_K", 512)),
+    "odd heads": (("Q6_K", 176), ("Q5_K", 48)), "Q3_K, Q4_K": (("Q3_K", 48), ("Q4_K", 528)),
+}
+"""Outputs that end within tiles, and in the middle of a head's."""
+
+
 @pytest.mark.cuda
-def test_own_products_of_many_rows():
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("rows,inputs", [(33, 256), (65, 1280), (100, 768), (192, 4096), (256, 768), (257, 1280)])
+def test_own_products_of_many_rows(name: str, rows: int, inputs: int):
+    """Whole, as sums and with the activation: by each tile."""
     from headrace.kernels.coded_linear import tiled_many
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")
-    for rows, outputs, inputs in ((33, 16, 256), (100, 528, 1280), (257, 400, 768), (192, 4096, 4096)):
-        blocks = draw_blocks("Q4_K", outputs, inputs)
-        weight = pack_supers([blocks], torch.device("cuda"))
-        assert weight is not None
-        weight, plain = weight.tile(), expected_of(blocks).cuda().bfloat16().double()
-        x, bias = draw(rows, inputs, "cuda", torch.bfloat16), torch.randn(outputs, device="cuda").bfloat16()
-        product_ = x.double() @ plain.T
-        gate, up = (product_ + bias.double()).chunk(2, dim=1)
-        silu = torch.nn.functional.silu(gate) * up
-        for tile in tiled_many.TILES:
-            for splits in (1, 2):  # a share may begin with the second half of a super-block
-                plan = tiled_many.split_units(tile, inputs // 128, splits)
-                assert plan is not None
-                out = tiled_many.launch(x, weight, None, plan)
-                assert relative_error(out if splits == 1 else out.sum(0), product_) < 3e-3
-            whole = tiled_many.split_units(tile, inputs // 128, 1)
-            assert whole is not None
+    blocks = [draw_blocks(kind, outputs, inputs) for kind, outputs in MANY[name]]
+    weight = pack_supers(blocks, torch.device("cuda"))
+    assert weight is not None
+    weight, plain = weight.tile(), torch.cat([expected_of(part) for part in blocks]).cuda().bfloat16().double()
+    x, bias = draw(rows, inputs, "cuda", torch.bfloat16), torch.randn(len(plain), device="cuda").bfloat16()
+    product_ = x.double() @ plain.T
+    gate, up = (product_ + bias.double()).chunk(2, dim=1)
+    silu = torch.nn.functional.silu(gate) * up
+    for tile in tiled_many.TILES:
+        for splits in (1, 2):  # a share may begin with the second half of a super-block
+            plan = tiled_many.split_units(tile, inputs // 128, splits)
+            assert plan is not None
+            out = tiled_many.launch(x, weight, None, plan)
+            assert relative_error(out if splits == 1 else out.sum(0), product_) < 3e-3
+        whole = tiled_many.split_units(tile, inputs // 128, 1)
+        assert whole is not None
+        assert relative_error(tiled_many.launch(x, weight, bias, whole), product_ + bias.double()) < 3e-3
+        if weight.tail is None:
             assert relative_error(tiled_many.launch(x, weight, bias, whole, gate=1), silu) < 5e-3
-        wide = tiled_many.multiply_float(x, weight)
-        assert wide.dtype == torch.float32 and relative_error(wide, product_) < 5e-4
+    if weight.tail is not None:
+        assert tiled_many.multiply_gated(x, weight, bias, Gate("silu")) is None
+    assert torch.equal(tiled_many.multiply(x, weight, bias), tiled_many.multiply(x, weight, bias))
+    wide = tiled_many.multiply_float(x, weight)
+    assert wide.dtype == torch.float32 and relative_error(wide, product_) < 5e-4
 
 
 @pytest.mark.cuda

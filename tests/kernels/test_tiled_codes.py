@@ -247,9 +247,9 @@ def test_plans_for_many_rows_fit_shared_memory_and_cover_all_inputs(kind: str):
 
     form = tiled_many.describe_form(make(kind, 16, 1024)[0])
     for tile in tiled_many.TILES:
-        stages = tile.count_stages(form)
-        assert stages >= 3 and tile.groups * tile.rows <= 512
-        assert stages * (tile.count_stage_bytes(form) + 16) + 1024 <= tiled_many.MOST_BYTES
+        stages, code_stages = tile.count_stages(form)
+        assert stages >= 3 and not code_stages and tile.groups * tile.rows <= 512
+        assert tile.count_bytes(form) <= tiled_many.MOST_BYTES
     for rows, outputs, inputs in ((33, 16, 128), (65, 48, 640), (256, 4096, 14336), (1000, 6144, 4096)):
         size = tiled_many.Size(rows, outputs, inputs, 132)
         for can_split in (False, True):
@@ -319,7 +319,7 @@ def test_threads_for_many_rows_find_the_numbers_of_their_rows(kind: str, is_gate
         for pair, unit in product((0, tile.width // 16), range(inputs // 128)):
             word = 0 if form.group == 0 else unit * form.groups // max(1, form.group // 128)
             stage = fill_stage(boxes, unit, word, pair)
-            assert len(stage) + tile.rows * 256 == tile.count_stage_bytes(form)
+            assert len(stage) == tile.count_code_bytes(form)
             eights = pair + rows // 16 + rows // 8 % 2 * (outputs // 16) if is_gated else 2 * pair + rows // 8
             inside = (pair + rows // 16) * 16 < outputs
             found = decode_stage(stage, weight, tile.groups)

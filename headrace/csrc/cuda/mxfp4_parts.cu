@@ -289,7 +289,7 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Plan &pla
         for (int k = 4 * j + i; k < 4 * j + 4; k += 2)
           sums[k] = (BESIDE ? parts[k] + parts[BESIDE * (ROWS / 2) + k] : parts[k]) * scale;
       }
-    finish<false>(call, sums, done, own, threadIdx.x / 32 - 4);
+    finish<false>(call, sums, done, own, threadIdx.x / 32 - 4, call.outputs);
   }
 }
 

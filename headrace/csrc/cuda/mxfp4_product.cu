@@ -246,7 +246,7 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
     add_up_rows<LEAST>(sums, window, place, scales, rows, steps);
     Work done = work;
     work.find(call, index, scales, steps);  // its first scales are on their way while this one ends
-    finish<true>(call, sums, done.tile, done.own, threadIdx.x / 32 - 4);
+    finish<true>(call, sums, done.tile, done.own, threadIdx.x / 32 - 4, call.outputs);
   }
 }
 

@@ -69,54 +69,69 @@ __device__ __forceinline__ uint32 fma_pairs(uint32 a, uint32 b, uint32 c) {  // 
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
+__device__ __forceinline__ uint32 twice(uint32 pair, bool high) {
+  uint32 out;
+  if (high)
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(out) : "r"(pair));
+  else
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(out) : "r"(pair));
+  return out;
+}
 __device__ __forceinline__ uint32 product_of_pairs(uint32 a, uint32 b) {
   uint32 out;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
 
-// A scale, and a min, for numbers of the weight in bfloat16, rounded once.
+// For numbers of the weight in bfloat16, rounded once. With mins, scale * code - min is scale * (code - zero) - rest:
+// `zero` is the quotient of both, rounded so that the difference is exact, which is divided by 256, and `rest` what that
+// leaves. Without, `zero` is the centre of codes. The scale is a sum of two.
+template <int FORM>
+struct SuperTerms {
+  static constexpr float GRID = FORM == 1 ? 3072.f : 12288.f;  // of floats near it: 1 / 16 or 1 / 4, divided by 256
+  static constexpr uint32 CENTRE = FORM == 3 ? 0xBD00BD00u : 0xBE00BE00u;
+
+  // Bfloat16 parts of 256 times the scale, the larger one in the low half.
+  static __device__ __forceinline__ uint32 split(float scale) {
+    const float high = widen(narrow(scale, 0.f));
+    return narrow(high, scale - high);
+  }
+  // Minus zero / 256, and (high half) minus the rest. A scale of zero has a zero of 256.
+  static __device__ __forceinline__ uint32 divide(float scale, float min) {
+    const float near = (__saturatef(min * invert(scale)) + GRID) - GRID, zero = widen(narrow(near, 0.f));
+    return narrow(-zero, fmaf(zero, scale, -min));
+  }
+  // Two codes, lifted by bits, at the ends of bfloat16, which they are 2**-133 times as numbers.
+  static __device__ __forceinline__ uint32 decode(uint32 codes, int lifted, uint32 scales, uint32 offsets) {
+    const uint32 LIFT = uint32(125 - lifted + 127) * 0x00800080u;  // to the number divided by 256
+    const uint32 high = twice(scales, false), low = twice(scales, true);
+    if (Supers<FORM>::MINS) {
+      const uint32 number = fma_pairs(codes, LIFT, twice(offsets, false));
+      return fma_pairs(number, high, fma_pairs(number, low, twice(offsets, true)));
+    }
+    const uint32 number = fma_pairs(codes, LIFT, CENTRE);
+    return fma_pairs(number, high, product_of_pairs(number, low));
+  }
+};
+
+// The same of a thread that has 16 inputs of a plane.
 template <int FORM>
 struct SuperNumbers {
-  // With mins: a code at bits 12 and on of a float of this exponent is its number plus BASE.
-  static constexpr uint32 BITS = 0x45000000u, MASK = FORM == 1 ? 0xF000u : 0x3F000u;
-  static constexpr float BASE = 2048.f;
-  // Without: a byte at the end of a bfloat16 is its number times 2**-133, and times the first of these, less the second, a
-  // signed one divided by 64. The scale is a sum of two.
-  static constexpr uint32 LIFT = 0x7F007F00u, CENTRE = 0xC000C000u;
-  float scale, offset;
-  uint32 high, low;
+  static constexpr uint32 HIGHEST = Supers<FORM>::MINS ? 0 : 0x80808080u;  // of signed codes, to which the centre is added
+  uint32 scales, offsets;
 
   __device__ __forceinline__ void set(const SuperScales<FORM> &own, int plane) {
-    scale = own.factor * float(own.scale[plane]);
-    if (Supers<FORM>::MINS) {
-      offset = -(BASE * scale + own.min_factor * float(own.min[plane]));
-    } else {
-      scale *= 64.f / float(1 << Supers<FORM>::SHIFT);
-      high = narrow(scale, scale);
-      scale -= widen_high(high);
-      low = narrow(scale, scale);
-    }
+    const float scale = own.factor * 256.f * float(own.scale[plane]);
+    scales = SuperTerms<FORM>::split(scale);
+    offsets = Supers<FORM>::MINS ? SuperTerms<FORM>::divide(scale, own.min_factor * float(own.min[plane])) : 0;
   }
   // Four codes, from 4 * j on, to two pairs.
-  __device__ __forceinline__ void decode(const SuperCodes<FORM> &codes, int plane, int j, uint32 &first, uint32 &second) {
-    if (Supers<FORM>::MINS) {
-      const uint32 word = FORM == 1 ? codes.words[j] : codes.pick(plane, j);
-      float v[4];
-#pragma unroll
-      for (int b = 0; b < 4; b++) {
-        const int right = 8 * b + (FORM == 1 ? 4 * plane : 2) - 12;
-        uint32 bits = right < 0 ? word << (-right & 31) : word >> (right & 31);
-        asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(bits) : "r"(bits), "n"(MASK), "n"(BITS));  // (a & b) | c
-        v[b] = fmaf(__uint_as_float(bits), scale, offset);
-      }
-      first = narrow(v[0], v[1]), second = narrow(v[2], v[3]);
-    } else {
-      const uint32 bytes = codes.pick(plane, j) ^ 0x80808080u;
-      first = fma_pairs(__byte_perm(bytes, 0, 0x4140), LIFT, CENTRE);
-      second = fma_pairs(__byte_perm(bytes, 0, 0x4342), LIFT, CENTRE);
-      first = fma_pairs(first, high, product_of_pairs(first, low));
-      second = fma_pairs(second, high, product_of_pairs(second, low));
-    }
+  __device__ __forceinline__ void decode(
+      const SuperCodes<FORM> &codes, int plane, int j, uint32 &first, uint32 &second
+  ) const {
+    const int lifted = FORM == 1 && plane == 0 ? 0 : Supers<FORM>::SHIFT;
+    const uint32 bytes = codes.pick(plane, j) ^ HIGHEST;
+    first = SuperTerms<FORM>::decode(__byte_perm(bytes, 0, 0x4140), lifted, scales, offsets);
+    second = SuperTerms<FORM>::decode(__byte_perm(bytes, 0, 0x4342), lifted, scales, offsets);
   }
 };

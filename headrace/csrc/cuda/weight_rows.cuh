@@ -4,10 +4,10 @@
 
 // Store the sums of a warp's 16 rows of the weight: numbers[j] are, of 8 outputs from `column` on, those of output
 // lane / 4 and rows 8 * j + lane % 4 * 2 (low half) and one more (high half) of the tile. EVENS_FIRST: of each 16
-// outputs the even ones come first; their number is then a multiple of 16.
+// outputs the even ones come first; their number is then a multiple of 16. Outputs from `end` on are not there.
 template <bool EVENS_FIRST>
 __device__ __forceinline__ void store(
-    const Call &call, const uint32 (&numbers)[ROWS / 8], const Tile &tile, int column
+    const Call &call, const uint32 (&numbers)[ROWS / 8], const Tile &tile, int column, int end
 ) {
   int lane = threadIdx.x % 32;
 #pragma unroll
@@ -19,7 +19,7 @@ __device__ __forceinline__ void store(
       if (j + i < ROWS / 8) words[i] = turn(numbers[j + i]);
     transpose(words);  // the lane now has 8 outputs of row 8 * (j + lane % 4) + lane / 4
     int m = tile.first + 8 * (j + lane % 4) + lane / 4;
-    if (lane % 4 < there && m < tile.last && column < call.outputs) {
+    if (lane % 4 < there && m < tile.last && column < end) {
       uint16 *to = call.out + (uint64)m * call.outputs;
       if (EVENS_FIRST) {
         to += column / 16 * 16 + column % 16 / 2;
@@ -33,10 +33,10 @@ __device__ __forceinline__ void store(
 }
 
 // Bias, activation, and storing. A thread has sums[4 * j + 2 * half + i]: row lane / 4 + 8 * half of its warp's 16 rows
-// of the weight, and row 8 * j + lane % 4 * 2 + i of x. EVENS_FIRST: for outputs of an activation, see `store`.
+// of the weight, and row 8 * j + lane % 4 * 2 + i of x. EVENS_FIRST, for outputs of an activation, and `end`: see `store`.
 template <bool EVENS_FIRST>
 __device__ __forceinline__ void finish(
-    const Call &call, float (&sums)[ROWS / 2], const Tile &tile, const int (&own)[2], int warp
+    const Call &call, float (&sums)[ROWS / 2], const Tile &tile, const int (&own)[2], int warp, int end
 ) {
   float bias[2];
 #pragma unroll
@@ -51,14 +51,14 @@ __device__ __forceinline__ void finish(
       out[i] = apply_gate(call, sums[4 * j + i] + bias[0], sums[4 * j + 2 + i] + bias[1]);
     numbers[j] = narrow(out[0], out[1]);
   }
-  store<EVENS_FIRST>(call, numbers, tile, tile.output + warp * 8);
+  store<EVENS_FIRST>(call, numbers, tile, tile.output + warp * 8, end);
 #else
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j)
       numbers[j] = narrow(sums[4 * j + 2 * half] + bias[half], sums[4 * j + 2 * half + 1] + bias[half]);
-    store<false>(call, numbers, tile, tile.output + warp * 16 + half * 8);
+    store<false>(call, numbers, tile, tile.output + warp * 16 + half * 8, end);
   }
 #endif
 }
@@ -68,11 +68,12 @@ struct Ring {  // of stages in shared memory: a step's rows of x and rows of the
   int stage;
   uint32 phase;
 
-  // of `blocks` that multiply what one of them copies
-  __device__ __forceinline__ explicit Ring(const void *storage, int blocks = 1) : stage(0), phase(0) {
+  // of `blocks` that multiply what one of them copies; so many bytes for rows of the weight
+  __device__ __forceinline__ explicit Ring(const void *storage, int blocks = 1, uint32 code_room = STAGES * CODE_BYTES) :
+      stage(0), phase(0) {
     // tiles swizzled by 128 bytes begin at multiples of 1,024
     x_tiles = (shared_address(storage) + 1023) & ~1023u, code_tiles = x_tiles + STAGES * X_BYTES;
-    bars = code_tiles + STAGES * CODE_BYTES;
+    bars = code_tiles + code_room;
     if (threadIdx.x == 0) {
       for (int nth = 0; nth < STAGES; ++nth) {
         init_barrier(bars + 16 * nth, 1);

@@ -108,10 +108,8 @@ def _reason_against_tile_block(query: KernelQuery) -> str | None:
 
 def _reason_against_many_tiles(query: KernelQuery) -> str | None:
     shape = query.shape
-    if not shape.get("tiled") or shape.get("bits") != 4:
-        return "takes 4-bit integers in tiles"
-    if shape.get("super_form", 0) > 1 or shape.get("has_tail"):
-        return "takes super-blocks of codes of 4 bits with mins alone"
+    if not shape.get("tiled") or shape.get("bits") not in (4, 6):
+        return "takes integers of 4 or 6 bits in tiles"
     if not LEAST_MANY_ROWS <= shape.get("num_rows", LEAST_MANY_ROWS) <= MOST_MANY_ROWS:
         return f"takes {LEAST_MANY_ROWS} to {MOST_MANY_ROWS} rows"
     return requires_hopper(query) or _with_large_blocks(query)

@@ -86,6 +86,12 @@ class Form(NamedTuple):
         """Whether mins multiply sums of x."""
         return not {1, 2}.isdisjoint((self.super_form, self.tail_form))
 
+    @property
+    def parts(self) -> list[Form]:
+        """Of rows of one form each."""
+        first = self._replace(tail_form=0)
+        return [first, first._replace(super_form=self.tail_form)] if self.tail_form else [first]
+
     def count_words(self, units: int) -> int:
         """Scales of so many units of a row; 0 for one of the whole row."""
         return units * self.groups // max(1, self.group // self.unit) if self.group else 0
