@@ -1,7 +1,7 @@
 """Own CUDA C++ products of few rows in codes, by block shape, on one GPU: ``python -m benchmarks.coded_rows [--forms
 REGEX] [--rows 1 2 8]``; of integers in tiles, and with tens to hundreds of rows beside bfloat16 and dequantising:
 ``python -m benchmarks.coded_rows --tiles --forms 'int4 group 128' --rows 1 2 4 64 128 256``; of a GGUF file's K types:
-``python -m benchmarks.coded_rows --tiles --forms q4_k``.
+``python -m benchmarks.coded_rows --tiles --forms q4_k_m --rows 1 2 8 96 128 192 256``.
 
 Weights of Llama-3.1-8B, many copies in turn, so that none is read from the L2: microseconds of a product in a captured
 chain and its share of the memory's rate, for each shape of block; a whole layer, with norms and activation fused or
@@ -24,7 +24,7 @@ from benchmarks.coded_experts import draw
 from benchmarks.cuda_kernels import MODELS, products, time_calls
 from benchmarks.gguf_model import draw_blocks
 from benchmarks.quantized_gpu import FORMS
-from headrace.kernels.coded_linear import cuda, expand, tiled_many, tiles
+from headrace.kernels.coded_linear import MOST_CUDA_ROWS, cuda, expand, tiled_many, tiles
 from headrace.kernels.coded_linear.cuda import Addition, Shape
 from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
 from headrace.kernels.coded_linear.super_blocks import pack_supers
@@ -82,12 +82,17 @@ def draw_supers(parts: tuple[tuple[str, int], ...], inputs: int) -> DeviceCodes:
     return packed.tile()
 
 
+def draw_super_layer(form: str, name: str, outputs: int, inputs: int) -> DeviceCodes:
+    """A product's weight in a layer of a file."""
+    return draw_supers(SUPER_LAYERS[form].get(name, (("Q4_K", outputs),)), inputs)
+
+
 def run_supers(form: str, rows: int) -> None:
     """Single products of few rows, as SiLU and norms are fused in a step, and the layer of them."""
     shapes = products(next(model for model in MODELS if model.name == "llama8b"))
     for name in PRODUCTS:
         outputs, inputs = shapes[name]
-        first = draw_supers(SUPER_LAYERS[form].get(name, (("Q4_K", outputs),)), inputs)
+        first = draw_super_layer(form, name, outputs, inputs)
         weights = [first, *(first.copy() for _ in range(max(3, WEIGHT_BYTES // first.num_bytes)))]
         x, gate = torch.randn(rows, inputs, device=DEVICE).to(BF16), GATES[SILU.kind] if name == "gate_up" else 0
         out = torch.empty(rows, outputs // (2 if gate else 1), device=DEVICE, dtype=BF16)
@@ -117,7 +122,9 @@ def run_products(form: str, rows: list[int]) -> None:
 
 
 def run_tiles(form: str, rows: list[int]) -> None:
-    """Products with integers in tiles, by rows of a tile and splits; gate and up with SiLU, partial sums left."""
+    """Products with integers in tiles, by rows of a tile and splits; gate and up with SiLU, partial sums left. Also all
+    four: in bfloat16, dequantised, and with the plans that are chosen."""
+    totals: dict[tuple[int, str], float] = {}
     shapes = products(next(model for model in MODELS if model.name == "llama8b"))
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
@@ -129,7 +136,11 @@ def run_tiles(form: str, rows: list[int]) -> None:
 
     for name in PRODUCTS:
         (outputs, inputs), is_gated = shapes[name], name == "gate_up"
-        weights = [weight.tile() for weight in make_copies(form, outputs, inputs)]
+        if form in SUPER_LAYERS:
+            first = draw_super_layer(form, name, outputs, inputs)
+            weights = [first, *(first.copy() for _ in range(max(3, WEIGHT_BYTES // first.num_bytes)))]
+        else:
+            weights = [weight.tile() for weight in make_copies(form, outputs, inputs)]
         plains = [expand.expand(weight, BF16) for weight in weights[: max(2, WEIGHT_BYTES // (2 * outputs * inputs))]]
         splits = tiled_many.SPLITS[: 1 if is_gated else None]
         plans = [tiled_many.split_units(tile, inputs // BLOCK, own) for tile in tiled_many.TILES for own in splits]
@@ -143,10 +154,16 @@ def run_tiles(form: str, rows: list[int]) -> None:
                 launch = partial(tiled_many.launch, plan=plan, gate=int(is_gated))
                 calls = [partial(launch, x, weight, None) for weight in weights]
                 times[f"{plan.tile.rows}/{plan.splits}"] = time_calls(calls)
-            size = tiled_many.Size(count, outputs, inputs, tiled_many.count_sms(x.device))
+            size = tiled_many.measure_size(count, weights[0], tiled_many.count_sms(x.device))
             chosen = tiled_many.choose_plan(size, can_split=not is_gated, adds=False)
-            title = f"{name:8}{form:16}{count} rows, chosen {chosen.tile.rows}/{chosen.splits}"
-            show(title, times, weights[0].num_bytes)
+            own = f"{chosen.tile.rows}/{chosen.splits}"
+            show(f"{name:8}{form:16}{count} rows, chosen {own}", times, weights[0].num_bytes)
+            for way, taken in (("bfloat16", "bfloat16"), ("dequantised", "dequantised"), ("chosen", own)):
+                totals[count, way] = totals.get((count, way), 0.0) + times[taken]
+    for count in rows:
+        ways = ("bfloat16", "dequantised", "chosen")
+        line = ", ".join(f"{way} {totals[count, way] * 1e6:.1f}" for way in ways)
+        print(f"layer   {form:16}{count} rows: {line} us", flush=True)
 
 
 def run_layer(form: str, rows: int, *, is_tiled: bool = False) -> None:
@@ -154,10 +171,7 @@ def run_layer(form: str, rows: int, *, is_tiled: bool = False) -> None:
     shapes = products(next(model for model in MODELS if model.name == "llama8b"))
     if form in SUPER_LAYERS:
         layers = [
-            {
-                name: draw_supers(SUPER_LAYERS[form].get(name, (("Q4_K", shapes[name][0]),)), shapes[name][1])
-                for name in PRODUCTS
-            } for _ in range(8)
+            {name: draw_super_layer(form, name, *shapes[name]) for name in PRODUCTS} for _ in range(8)
         ]
     else:
         layers = [{name: draw(FORMS[form], *shapes[name]) for name in shapes if name != "head"} for _ in range(8)]
@@ -193,14 +207,16 @@ def main() -> None:
     for form in (*FORMS, *SUPER_LAYERS):
         if not re.search(options.forms, form):
             continue
+        few = [rows for rows in options.rows if rows <= MOST_CUDA_ROWS]
+        many = [rows for rows in options.rows if rows not in few]
         if form in SUPER_LAYERS:
-            for rows in options.rows:
+            for rows in few:
                 run_supers(form, rows)
+            if many:
+                run_tiles(form, many)
         elif options.tiles and form.startswith("int"):
-            few = [rows for rows in options.rows if rows <= 8]
             for rows in few:
                 run_layer(form, rows, is_tiled=True)
-            many = [rows for rows in options.rows if rows not in few]
             if many and form.startswith("int4"):
                 run_tiles(form, many)
         elif not options.tiles and form != "nvfp4":
