@@ -21,6 +21,9 @@ constexpr int DEPTH = 128, WIDE = 64 * GROUPS, MATH = 128 * GROUPS, IDLE = 128;
 constexpr int MOST_ROWS = TABLES ? 128 : 256, SUMS = MOST_ROWS / 2;
 constexpr uint32 WEIGHT_BYTES = WIDE * DEPTH;
 constexpr uint32 TABLE_BYTES = TABLES ? 1024 : 0;  // of a stage: scales of 128 rows, then of each warpgroup's outputs
+// Threads that a block might have fix the registers that each begins with at 65,536 over them: few, so that a block
+// begins beside the last ones of the previous kernel. Those that copy then leave registers to those that multiply.
+constexpr int BOUND = TABLES && GROUPS == 1 ? 512 : 384, REGISTERS = TABLES && GROUPS == 1 ? 208 : 232;
 constexpr int LEAVING = 64, OUT_BYTES = LEAVING * 128;  // rows of x that leave at a time, and bytes of a warpgroup's
 
 struct Call {
@@ -446,7 +449,7 @@ __device__ __forceinline__ void multiply_work(const Call &call, const Place &pla
   }
 }
 
-extern "C" __global__ void __launch_bounds__(MATH + IDLE, 1) fp8_split(
+extern "C" __global__ void __launch_bounds__(BOUND, 1) fp8_split(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
     const __grid_constant__ Call call
 ) {
@@ -464,9 +467,7 @@ extern "C" __global__ void __launch_bounds__(MATH + IDLE, 1) fp8_split(
   }
   meet_cluster();  // before anything is copied to another's memory, its barriers are there
   if (threadIdx.x < IDLE) {
-#if GROUPS == 2
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#endif
     if (threadIdx.x == 0) fetch_work(call, place, &x_map, &weight_map, s);
 #if TABLES
     if (threadIdx.x >= 32) fetch_scales(call, place, s, threadIdx.x / 32 - 1);
@@ -474,9 +475,7 @@ extern "C" __global__ void __launch_bounds__(MATH + IDLE, 1) fp8_split(
     __syncwarp();
     if (call.splits > 1) meet_cluster();
   } else {
-#if GROUPS == 2
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#endif
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     multiply_work(call, place, s);
   }
   if (call.splits == 1) meet_cluster();  // nobody copies to, or arrives at, a block that has ended

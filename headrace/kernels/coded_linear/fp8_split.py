@@ -39,6 +39,8 @@ SLACK_BYTES, OUT_BYTES = 1024 + 16 + 4 * (MOST_TILE_ROWS + 64), 8192
 """To align the ring, a barrier, and scales of rows; and for each group of outputs rows that leave."""
 SUM_BYTES = 16
 """Of a thread's sums of eight rows of x."""
+ROOM_BYTES = 12 << 10
+"""Of shared memory that are left to the last blocks of the kernel before, beside which a block may begin."""
 CLUSTERS = (1, 2, 4, 8)
 """Sizes of clusters."""
 
@@ -113,7 +115,7 @@ class Plan(NamedTuple):
     def count_stages(self, size: Size) -> int:
         """Of the ring: no more than a block needs, unless sums need their room."""
         each = self.count_stage_bytes(has_tables=size.has_tables)
-        most = min(MOST_STAGES, (MOST_BYTES - self.fixed_bytes) // (each + BARRIER_BYTES))
+        most = min(MOST_STAGES, (MOST_BYTES - ROOM_BYTES - self.fixed_bytes) // (each + BARRIER_BYTES))
         needed = ceil_div(size.steps, self.splits) if self.splits > 1 else most
         return min(most, max(needed, ceil_div(self.sum_bytes, each)))
 
