@@ -65,7 +65,7 @@ SPLIT_CASES = {
     "V4 queries and latent": ("fp8 block 128", 1536, 4096), "V4 queries up": ("fp8 block 128", 32768, 1024),
     "V4 output groups": ("fp8 block 128", 8192, 4096), "V4 output": ("fp8 block 128", 4096, 8192),
     "V4 gate_up": ("fp8 block 128", 4096, 4096), "V4 down": ("fp8 block 128", 4096, 2048),
-    "V4 index queries": ("fp8 block 128", 8192, 1024),
+    "V4 index queries": ("fp8 block 128", 8192, 1024), "Llama 8B gate_up": ("fp8 block 128", 28672, 4096),
 }
 SPLIT_ROWS = (32, 64, 96, 128, 160, 192, 250)
 
@@ -160,12 +160,10 @@ def run_layer(rows: int) -> None:
           + " | ".join(f"{key} {seconds * 1e6:.1f}" for key, seconds in times.items()), flush=True)
 
 
-def run_split(name: str, num_rows: int, most: int) -> None:
-    """Print one product's lines of rows in FP8: other kernels, then plans by their times, with estimates in brackets.
+def run_split(name: str, weights: list[DeviceCodes], num_rows: int, most: int) -> None:
+    """Print one product's line of rows in FP8: other kernels, then plans by their times, with estimates in brackets.
     ``sums`` leaves sums of splits to the norm."""
     form, outputs, inputs = SPLIT_CASES[name]
-    count = max(4, min(64, WEIGHT_BYTES // (outputs * inputs)))
-    weights = [draw(FORMS[form], outputs, inputs) for _ in range(count)]
     x = quantise_rows(torch.randn(num_rows, inputs, device="cuda").to(BF16), 128 if "block" in form else 0)
     whole = x.decode(torch.float64) @ dequantise(weights[0], torch.float32).double().T
     found: dict[str, float] = {}
@@ -208,13 +206,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=".")
     parser.add_argument("--rows", nargs="*", type=int)
-    parser.add_argument("--split", nargs="?", type=int, const=12)
+    parser.add_argument("--split", nargs="?", type=int, const=8)
     options = parser.parse_args()
     if options.split:
         print(f"clusters of {fp8_split.CLUSTERS} at once: {fp8_split.prepare(False, torch.device('cuda', 0))}")
-        for name in SPLIT_CASES:
-            for rows in (options.rows or SPLIT_ROWS) if re.search(options.only, name) else ():
-                run_split(name, rows, options.split)
+        for name, (form, outputs, inputs) in SPLIT_CASES.items():
+            if re.search(options.only, name):
+                first = draw(FORMS[form], outputs, inputs)
+                count = max(4, min(64, WEIGHT_BYTES // (outputs * inputs)))
+                weights = [first, *(first.copy() for _ in range(count - 1))]
+                for rows in options.rows or SPLIT_ROWS:
+                    run_split(name, weights, rows, options.split)
         return
     for rows in options.rows or [1]:
         for name in CASES:

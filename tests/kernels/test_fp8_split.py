@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from devices import relative_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,11 @@ def test_solution():
         x = torch.randn(100, 1024, device="cuda").bfloat16()
         expected = CODED_LINEAR.load("reference")(x, weight, None)
         assert relative_error(CODED_LINEAR.load("cuda_split")(x, weight, None), expected) < 4e-2
+        for rows in (60, 100):
+            x, weight, expected = draw(rows, 512, 1024, has_tables=has_tables)
+            gate, up = expected.chunk(2, dim=1)
+            out = FP8_GATED.load("cuda_split")(x, weight, None, torch.bfloat16, "silu")
+            assert relative_error(out, F.silu(gate) * up) < 1e-2
 
 
 SIZES = st.builds(
@@ -139,6 +145,18 @@ def test_clusters_that_do_not_run_at_once_count():
     assert estimate(size, plan, 30) > 1.5 * estimate(size, plan, 32)
 
 
+def test_gate_and_up_of_many_rows_take_two_kernels(monkeypatch: pytest.MonkeyPatch):
+    """In blocks of 128 x 128, of which Gluon's kernel is slow with the activation."""
+    ran = list[str]()
+    monkeypatch.setattr(fp8_split.hopper, "multiply_gated_rows", lambda *_: ran.append("gluon"))
+    monkeypatch.setattr(fp8_split, "multiply_rows", lambda *_: ran.append("product"))
+    monkeypatch.setitem(fp8_split.ACTIVATIONS, "silu", lambda _: ran.append("silu"))
+    for rows in (64, 65):
+        x = Fp8Rows(torch.empty(rows, 128, device="meta"), torch.empty(1, rows, device="meta"))
+        FP8_GATED.load("cuda_split")(x, None, None, torch.bfloat16, "silu")
+    assert ran == ["gluon", "product", "silu"]
+
+
 GLUON = {(250, 4096, 14336): (32.2, Plan(1, 128)), (250, 4096, 4096): (12.7, Plan(1, 128)),
          (250, 6144, 4096): (17.0, Plan(2, 128)), (32, 6144, 4096): (8.5, Plan(1, 32)),
          (32, 4096, 4096): (6.5, Plan(1, 32))}
@@ -169,4 +187,3 @@ def test_offered_on_hopper_beside_tiles_of_a_wave():
     assert reason_against(64, capability=(8, 9)) and reason_against(64, capability=(10, 0))
     assert reason_against(64, in_features=4100, group=4100) and reason_against(64, 4104)
     assert "cuda_split" in FP8_GATED.names() and "cuda_split" not in FP8_SUMS.names()
-    assert FP8_GATED.load("cuda_split") is FP8_GATED.load("gluon_fp8")

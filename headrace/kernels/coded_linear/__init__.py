@@ -270,7 +270,10 @@ for _name, _function, _supports, _priority, _doc in (
     FP8_LINEAR.add(_name, f"headrace.kernels.coded_linear.{_function.format('multiply')}", doc=_doc)
 FP8_SUMS.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_row_sums", doc="leaves its sums as they are")
 FP8_GATED.add("cuda_wave", "headrace.kernels.coded_linear.wave:multiply_gated_rows", doc="in one kernel")
-FP8_GATED.add("cuda_split", "headrace.kernels.coded_linear.hopper:multiply_gated_rows", doc="by the next")
+FP8_GATED.add(
+    "cuda_split", "headrace.kernels.coded_linear.fp8_split:multiply_gated_rows",
+    doc="few rows by the next, more by two kernels",
+)
 FP8_GATED.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_gated_rows", doc="in one kernel")
 
 GROUPED_CODED = Operation("grouped coded linear kernel")

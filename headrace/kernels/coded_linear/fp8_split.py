@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.kernels.coded_linear import hopper
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.scaled import round_and_multiply
+from headrace.kernels.coded_linear.wave import ACTIVATIONS
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
@@ -41,6 +43,8 @@ SUM_BYTES = 16
 """Of a thread's sums of eight rows of x."""
 ROOM_BYTES = 12 << 10
 """Of shared memory that are left to the last blocks of the kernel before, beside which a block may begin."""
+MOST_GLUON_GATED = 64
+"""Beyond, Gluon's tiles of gate and up with scales of 128 inputs take twice as long as two kernels."""
 CLUSTERS = (1, 2, 4, 8)
 """Sizes of clusters."""
 
@@ -125,8 +129,13 @@ class Plan(NamedTuple):
         return keep_apart(self.fixed_bytes + self.count_stages(size) * stage)
 
 
-CLOCK, PRODUCTS, STEP_CYCLES = 1.65e9, 0.85 * 4096, 60.0
-"""Hz of a multiprocessor; products of FP8 numbers in a cycle; and cycles of a step beside them."""
+CLOCK, PRODUCT_RATE, STEP_CYCLES = 1.65e9, 0.85, 60.0
+"""Hz of a multiprocessor, cycles of a product over those that it takes, and cycles of a step beside them."""
+ROW_CYCLES, WEIGHT_CYCLES = 2.0, 64.0
+"""Of 64 outputs and 128 inputs: of tensor cores for each row of x; of shared memory, that gives 64 rows of the weight,
+and rows of x in half the time of their products."""
+SCALE_CYCLES, SCALE_LATENCY = 1.3, 100.0
+"""Of scaling the sums of 128 inputs, for each row of x, and of a group of outputs that waits for them."""
 INGEST_RATE, L2_RATE, MEMORY_RATE = 100e9, 12e12, 4.1e12
 """Bytes a second that a multiprocessor takes up, that the L2 gives, and the memory. Of Gluon's products of 250 rows
 with 4,096 outputs, on an H200 32.2 and 12.7 us: each of 128 multiprocessors takes some 90e9."""
@@ -142,8 +151,7 @@ def estimate(size: Size, plan: Plan, residents: int) -> float:
     clusters = plan.count_clusters(size)
     rounds, blocks = ceil_div(clusters, residents), min(clusters, residents) * plan.cluster
     steps = ceil_div(size.steps, plan.splits)
-    columns = GRAIN * ceil_div(plan.rows, GRAIN)
-    products = (columns * plan.width * DEPTH / PRODUCTS + STEP_CYCLES) / CLOCK
+    products = _count_step_cycles(size, plan) / CLOCK
     copied = (plan.width + plan.box * plan.shares) * DEPTH
     fetched = (plan.width + plan.box) * DEPTH
     copies = max(copied / INGEST_RATE, blocks * fetched / L2_RATE)
@@ -156,6 +164,14 @@ def estimate(size: Size, plan: Plan, residents: int) -> float:
     if plan.splits > 1:
         seconds += rounds * (MEET + plan.sum_bytes * (plan.splits - 1) / plan.splits / SEND_RATE)
     return seconds
+
+
+def _count_step_cycles(size: Size, plan: Plan) -> float:
+    """Of a block's products with 128 inputs."""
+    columns = GRAIN * ceil_div(plan.rows, GRAIN)
+    group = max(ROW_CYCLES * columns, WEIGHT_CYCLES + ROW_CYCLES / 2 * columns) / PRODUCT_RATE
+    scaling = SCALE_CYCLES * columns + SCALE_LATENCY if size.has_tables else 0.0
+    return max(plan.groups * group, group + scaling) + STEP_CYCLES  # while a group scales, others multiply
 
 
 def find_residents(plan: Plan, residents: tuple[int, ...]) -> int:
@@ -246,6 +262,15 @@ def multiply_rows(rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None,
     residents = prepare(size.has_tables, rows.codes.device)
     plan = choose_plan(size, residents)
     return launch(rows, weight, bias, plan, find_residents(plan, residents))
+
+
+def multiply_gated_rows(
+    rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, dtype: torch.dtype, activation: str
+) -> torch.Tensor:
+    """See `FP8_GATED`: by Gluon's kernel up to `MOST_GLUON_GATED` rows, then by two kernels."""
+    if rows.num_rows <= MOST_GLUON_GATED:
+        return hopper.multiply_gated_rows(rows, weight, bias, dtype, activation)
+    return ACTIVATIONS[activation](multiply_rows(rows, weight, bias, dtype))
 
 
 linear_rows = partial(round_and_multiply, multiply_rows)
