@@ -30,6 +30,7 @@ from headrace.kernels.coded_linear.fp8_triton import quantise_rows
 from headrace.kernels.coded_linear.hopper import Tile
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.launch import ceil_div
+from headrace.kernels.linear import wave_product, waves
 from headrace.kernels.rowwise import Gate
 
 BF16, WEIGHT_BYTES, MOST_DIVIDED = torch.bfloat16, 300 << 20, 16
@@ -179,6 +180,12 @@ def run_split(name: str, weights: list[DeviceCodes], num_rows: int, most: int) -
     for label, own in (("gluon", "gluon_fp8"), ("scaled_mm", "scaled_mm_blocks" if "block" in form else "scaled_mm")):
         time(label, lambda weight, own=own: FP8_LINEAR.load(own)(x, weight, None, BF16))  # type: ignore[misc]
     time("sums", lambda weight: FP8_SUMS.load("gluon_fp8")(x, weight, BF16))
+    wave = waves.find_fastest(waves.Size(num_rows, outputs, inputs, False)) if "block" not in form else None
+    if wave is not None:  # narrower weights than it is offered for too
+        tile, scales = wave, weights[0].scales
+        time("wave", lambda weight: wave_product.multiply(  # type: ignore[arg-type,return-value]
+            x.codes, weight.codes, tile, "", wave_product.Scales(x.scales, scales)
+        ))
     others, size = dict(found), fp8_split.measure_size(x, weights[0])
     found.clear()
     residents = fp8_split.prepare(size.has_tables, x.codes.device)
@@ -186,7 +193,10 @@ def run_split(name: str, weights: list[DeviceCodes], num_rows: int, most: int) -
         plan: fp8_split.estimate(size, plan, fp8_split.find_residents(plan, residents))
         for plan in fp8_split.list_plans(size, residents)
     }
-    for plan in sorted(estimates, key=estimates.__getitem__)[:most]:
+    kinds: dict[tuple[int, int, int], fp8_split.Plan] = {}
+    for plan in sorted(estimates, key=estimates.__getitem__):  # of each kind the rows of the shortest
+        kinds.setdefault((plan.groups, plan.splits, plan.shares), plan)
+    for plan in list(kinds.values())[:most]:
         resident = fp8_split.find_residents(plan, residents)
         label = f"{plan.rows}x{plan.width}/{plan.splits}/{plan.shares} ({estimates[plan] * 1e6:.1f})"
         time(label, partial(fp8_split.launch, x, bias=None, plan=plan, residents=resident))
@@ -206,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=".")
     parser.add_argument("--rows", nargs="*", type=int)
-    parser.add_argument("--split", nargs="?", type=int, const=8)
+    parser.add_argument("--split", nargs="?", type=int, const=12)
     options = parser.parse_args()
     if options.split:
         print(f"clusters of {fp8_split.CLUSTERS} at once: {fp8_split.prepare(False, torch.device('cuda', 0))}")
