@@ -193,12 +193,12 @@ def run_split(name: str, weights: list[DeviceCodes], num_rows: int, most: int) -
         plan: fp8_split.estimate(size, plan, fp8_split.find_residents(plan, residents))
         for plan in fp8_split.list_plans(size, residents)
     }
-    kinds: dict[tuple[int, int, int], fp8_split.Plan] = {}
+    kinds: dict[tuple[int, int], fp8_split.Plan] = {}
     for plan in sorted(estimates, key=estimates.__getitem__):  # of each kind the rows of the shortest
-        kinds.setdefault((plan.groups, plan.splits, plan.shares), plan)
+        kinds.setdefault((plan.groups, plan.splits), plan)
     for plan in list(kinds.values())[:most]:
         resident = fp8_split.find_residents(plan, residents)
-        label = f"{plan.rows}x{plan.width}/{plan.splits}/{plan.shares} ({estimates[plan] * 1e6:.1f})"
+        label = f"{plan.rows}x{plan.width}/{plan.splits} ({estimates[plan] * 1e6:.1f})"
         time(label, partial(fp8_split.launch, x, bias=None, plan=plan, residents=resident))
     chosen, best = next(iter(found.values())), min(found.values())
     floor = max(weights[0].num_bytes / BANDWIDTH, 2 * num_rows * outputs * inputs / FP8_RATE) * 1e6

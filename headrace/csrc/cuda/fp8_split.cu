@@ -5,9 +5,8 @@
 // The weight is the left operand of wgmma and rows of x are its columns, so that a tile has as many rows as there are,
 // in steps of 16. A block multiplies 64 * GROUPS outputs by `tile_rows` rows. A thread asks the copy engine (TMA) for
 // stages of 128 inputs of both into a ring, for the weight also before the previous kernel has ended; GROUPS warpgroups
-// multiply. Blocks of a cluster share the work in two ways, either of which may be 1: `splits` of them have the same
-// tile and a share of K each, and add up their sums in each other's shared memory, of which each then has some rows;
-// `shares` of them have neighbouring outputs and the same rows of x, of which each copies a part for all.
+// multiply. The `splits` blocks of a cluster have the same tile and a share of K each, and add up their sums in each
+// other's shared memory, of which each then has some rows.
 //
 // Sizes are numbers of a call, not macros: a few kernels serve all weights. With one split a block is persistent.
 // Macros: GROUPS (1, 2), TABLES (1: scales of 128 inputs, 128 rows of a tile at most; 0: of rows, 256 at most).
@@ -21,9 +20,6 @@ constexpr int DEPTH = 128, WIDE = 64 * GROUPS, MATH = 128 * GROUPS, IDLE = 128;
 constexpr int MOST_ROWS = TABLES ? 128 : 256, SUMS = MOST_ROWS / 2;
 constexpr uint32 WEIGHT_BYTES = WIDE * DEPTH;
 constexpr uint32 TABLE_BYTES = TABLES ? 1024 : 0;  // of a stage: scales of 128 rows, then of each warpgroup's outputs
-// Threads that a block might have fix the registers that each begins with at 65,536 over them: few, so that a block
-// begins beside the last ones of the previous kernel. Those that copy then leave registers to those that multiply.
-constexpr int BOUND = TABLES && GROUPS == 1 ? 512 : 384, REGISTERS = TABLES && GROUPS == 1 ? 208 : 232;
 constexpr int LEAVING = 64, OUT_BYTES = LEAVING * 128;  // rows of x that leave at a time, and bytes of a warpgroup's
 
 struct Call {
@@ -32,20 +28,16 @@ struct Call {
   const uint16 *bias;         // [N] bfloat16, or null
   uint16 *out;                // [M, N] bfloat16
   int rows, outputs, inputs;  // M, N, K
-  int tile_rows, box;         // rows of a tile, a multiple of 8 where it is not all; rows of a copy of x, the same
-  int splits, shares;         // blocks of a cluster; see above
+  int tile_rows, splits;      // rows of a tile, a multiple of 8 where it is not all; blocks of a cluster
   int stages;                 // of the ring
 };
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 struct Place {  // of a block: its cluster's number and how many there are, and its own numbers in it
-  int cluster, clusters, split, share;
-  __device__ __forceinline__ explicit Place(const Call &call) {
-    const int size = call.splits * call.shares, rank = blockIdx.x % size;
-    cluster = blockIdx.x / size, clusters = gridDim.x / size;
-    split = rank % call.splits, share = rank / call.splits;
-  }
+  int cluster, clusters, split;
+  __device__ __forceinline__ explicit Place(const Call &call)
+      : cluster(blockIdx.x / call.splits), clusters(gridDim.x / call.splits), split(blockIdx.x % call.splits) {}
 };
 
 struct Work {
@@ -57,10 +49,10 @@ struct Work {
 // tiles of rows. The last of these overlaps the one before: rows that are not there are copied slowly.
 __device__ __forceinline__ bool find_work(const Call &call, const Place &place, int index, Work &work) {
   const int row_tiles = divide_up(call.rows, call.tile_rows), steps = divide_up(call.inputs, DEPTH);
-  const int across = divide_up(call.outputs, WIDE * call.shares), rest = index / row_tiles;
+  const int across = divide_up(call.outputs, WIDE), rest = index / row_tiles;
   if (rest >= across) return false;
   work.first = max(min(index % row_tiles * call.tile_rows, call.rows - call.tile_rows), 0);
-  work.output = (rest * call.shares + place.share) * WIDE;
+  work.output = rest * WIDE;
   work.begin = place.split * steps / call.splits, work.end = (place.split + 1) * steps / call.splits;
   return true;
 }
@@ -75,7 +67,7 @@ struct Memory {  // shared: the ring, of which a stage has rows of the weight, r
     // tiles swizzled by 128 bytes begin at multiples of 1,024
     ring = (shared_address(storage) + 1023) & ~1023u;
     at = storage + (ring - shared_address(storage));
-    x_bytes = (call.box * call.shares + 15) / 16 * 16 * DEPTH;  // products read whole sixteens
+    x_bytes = (call.tile_rows + 15) / 16 * 16 * DEPTH;  // products read whole sixteens
     stage_bytes = WEIGHT_BYTES + x_bytes + TABLE_BYTES;
     bars = ring + call.stages * stage_bytes, sums = bars + 16 * call.stages;
     out = at + (sums + 16 - ring);
@@ -119,24 +111,15 @@ __device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %
 __device__ __forceinline__ void ask_weight(
     const Call &call, const TensorMap *map, const Memory &s, const Stage &stage, const Work &work, int step
 ) {
-  expect_bytes(stage.full(s), WEIGHT_BYTES + call.shares * call.box * DEPTH);
+  expect_bytes(stage.full(s), WEIGHT_BYTES + call.tile_rows * DEPTH);
   load_box(stage.tile(s), map, stage.full(s), step * DEPTH, work.output);
 }
 
-// Ask for this block's part of a stage's rows of x, for all that have the same rows and inputs.
+// Ask for a stage's rows of x.
 __device__ __forceinline__ void ask_rows(
-    const Call &call, const Place &place, const TensorMap *map, const Memory &s, const Stage &stage, const Work &work,
-    int step
+    const TensorMap *map, const Memory &s, const Stage &stage, const Work &work, int step
 ) {
-  const uint32 to = stage.tile(s) + WEIGHT_BYTES + place.share * call.box * DEPTH;
-  const int row = work.first + place.share * call.box;
-  if (call.shares == 1) {
-    load_box(to, map, stage.full(s), step * DEPTH, row);
-  } else {
-    uint32 programs = 0;
-    for (int share = 0; share < call.shares; ++share) programs |= 1u << (share * call.splits + place.split);
-    load_box_for(programs, to, map, stage.full(s), step * DEPTH, row);
-  }
+  load_box(stage.tile(s) + WEIGHT_BYTES, map, stage.full(s), step * DEPTH, work.first);
 }
 
 // The thread that copies: the stages of all items of this block.
@@ -163,7 +146,7 @@ __device__ __forceinline__ void fetch_work(
         wait_for(stage.empty(s), stage.phase ^ 1);
         ask_weight(call, weight_map, s, stage, work, step);
       }
-      ask_rows(call, place, x_map, s, stage, work, step);
+      ask_rows(x_map, s, stage, work, step);
       stage.advance(call.stages);
     }
   }
@@ -235,14 +218,9 @@ __device__ __forceinline__ void multiply(float (&d)[SIZE], uint64 weight, uint64
   MULTIPLY(256, F128, S128, "%128", "%129", "%130");
 }
 
-// This warp has read a stage: all blocks that copy to it are told.
-__device__ __forceinline__ void release(const Call &call, const Place &place, uint32 empty) {
-  const int lane = threadIdx.x % 32;
-  if (call.shares == 1) {
-    if (lane == 0) arrive(empty);
-  } else {
-    if (lane < call.shares) arrive_at(empty, lane * call.splits + place.split);
-  }
+// This warp has read a stage.
+__device__ __forceinline__ void release(uint32 empty) {
+  if (threadIdx.x % 32 == 0) arrive(empty);
 }
 
 // Begin the products of a stage.
@@ -260,9 +238,7 @@ __device__ __forceinline__ void multiply_stage(float (&d)[SIZE], const Memory &s
 #if TABLES
 // The sums of so many stages: those of each are scaled, and added in float32.
 template <int N>
-__device__ __forceinline__ void add_up(
-    float (&sums)[SUMS], const Call &call, const Place &place, const Memory &s, Stage &stage, int steps
-) {
+__device__ __forceinline__ void add_up(float (&sums)[SUMS], const Call &call, const Memory &s, Stage &stage, int steps) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) sums[i] = 0.f;
 #pragma unroll 1
@@ -283,39 +259,37 @@ __device__ __forceinline__ void add_up(
       }
     }
     __syncwarp();  // all lanes have read their scales
-    release(call, place, stage.empty(s));
+    release(stage.empty(s));
     stage.advance(call.stages);
   }
 }
 #else
 // The sums of so many stages.
 template <int N>
-__device__ __forceinline__ void add_up(
-    float (&sums)[SUMS], const Call &call, const Place &place, const Memory &s, Stage &stage, int steps
-) {
+__device__ __forceinline__ void add_up(float (&sums)[SUMS], const Call &call, const Memory &s, Stage &stage, int steps) {
   uint32 before = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     wait_for(stage.full(s), stage.phase);
     multiply_stage<N>(sums, s, stage, step > 0);
     wait_products<1>();
-    if (step > 0) release(call, place, before);  // products of the stage before have ended
+    if (step > 0) release(before);  // products of the stage before have ended
     before = stage.empty(s);
     stage.advance(call.stages);
   }
   wait_products<0>();
-  release(call, place, before);
+  release(before);
 }
 #endif
 
 // The same of a tile with at most N rows, or of one with more.
 template <int N>
 __device__ __forceinline__ void add_up_rows(
-    float (&sums)[SUMS], const Call &call, const Place &place, const Memory &s, Stage &stage, int steps, int rows
+    float (&sums)[SUMS], const Call &call, const Memory &s, Stage &stage, int steps, int rows
 ) {
   if constexpr (N < MOST_ROWS)
-    if (rows > N) return add_up_rows<N + 16>(sums, call, place, s, stage, steps, rows);
-  add_up<N>(sums, call, place, s, stage, steps);
+    if (rows > N) return add_up_rows<N + 16>(sums, call, s, stage, steps, rows);
+  add_up<N>(sums, call, s, stage, steps);
 }
 
 struct Eights { int first, count; };  // of rows of a tile
@@ -336,7 +310,7 @@ __device__ __forceinline__ Eights exchange(
       if (to == place.split)
         own[slot * MATH] = four;
       else
-        send(s.ring + (slot * MATH + mine) * 16, s.sums, place.share * call.splits + to, four);
+        send(s.ring + (slot * MATH + mine) * 16, s.sums, to, four);
       if (++nth == each) nth = 0, ++to;
     }
   }
@@ -433,7 +407,7 @@ __device__ __forceinline__ void multiply_work(const Call &call, const Place &pla
   const int rows = __reduce_max_sync(~0u, min(call.tile_rows, call.rows));
   float sums[SUMS];
   for (int index = place.cluster; is_there; ) {
-    add_up_rows<16>(sums, call, place, s, stage, work.end - work.begin, rows);
+    add_up_rows<16>(sums, call, s, stage, work.end - work.begin, rows);
     fence_sums(sums);
     if (call.splits == 1) {
       finish(call, sums, s, work, own, {0, count_eights(call)});
@@ -449,7 +423,7 @@ __device__ __forceinline__ void multiply_work(const Call &call, const Place &pla
   }
 }
 
-extern "C" __global__ void __launch_bounds__(BOUND, 1) fp8_split(
+extern "C" __global__ void __launch_bounds__(MATH + IDLE, 1) fp8_split(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
     const __grid_constant__ Call call
 ) {
@@ -459,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) fp8_split(
   if (threadIdx.x == 0) {
     for (int nth = 0; nth < call.stages; ++nth) {
       init_barrier(s.bars + 16 * nth, 1 + TABLES);
-      init_barrier(s.bars + 16 * nth + 8, 4 * GROUPS * call.shares);  // warps that multiply
+      init_barrier(s.bars + 16 * nth + 8, 4 * GROUPS);  // warps that multiply
     }
     expect_sums(s.sums, count_sum_bytes(call, place.split));
     publish_barriers();
@@ -467,7 +441,9 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) fp8_split(
   }
   meet_cluster();  // before anything is copied to another's memory, its barriers are there
   if (threadIdx.x < IDLE) {
+#if GROUPS == 2
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
     if (threadIdx.x == 0) fetch_work(call, place, &x_map, &weight_map, s);
 #if TABLES
     if (threadIdx.x >= 32) fetch_scales(call, place, s, threadIdx.x / 32 - 1);
@@ -475,8 +451,9 @@ extern "C" __global__ void __launch_bounds__(BOUND, 1) fp8_split(
     __syncwarp();
     if (call.splits > 1) meet_cluster();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#if GROUPS == 2
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
     multiply_work(call, place, s);
   }
-  if (call.splits == 1) meet_cluster();  // nobody copies to, or arrives at, a block that has ended
 }

@@ -257,7 +257,7 @@ FP8_GATED = Operation("fp8 gated linear kernel")
 
 for _name, _function, _supports, _priority, _doc in (
     ("cuda_wave", "wave:{}_rows", _reason_against_wave, 16, "own CUDA C++ for some hundred rows in one wave of tiles"),
-    ("cuda_split", "fp8_split:{}_rows", _reason_against_split, 16, "own CUDA C++ whose clusters share inputs and rows"),
+    ("cuda_split", "fp8_split:{}_rows", _reason_against_split, 16, "own CUDA C++ in tiles of all rows that there are"),
     ("gluon_fp8", "hopper:{}_rows", _reason_against_gluon, 17, "own FP8 GEMM for tens to hundreds of rows"),
     ("scaled_mm", "scaled:{}_rows", _reason_against_rows, 15, "torch's FP8 GEMM"),
     ("scaled_mm_blocks", "scaled:{}_squares", _reason_against_squares, 12, "torch's FP8 GEMM with block scales"),
