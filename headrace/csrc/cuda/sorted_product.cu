@@ -71,34 +71,9 @@ __device__ __forceinline__ void fetch_tiles(
   }
 }
 
-// sums [64, N] += rows of the weight [64, 16] times rows of x [N, 16]; `adds` 0: = instead
-#define MULTIPLY(N, SUMS, NAMES, A, B, P) \
-  if constexpr (COUNT == N) \
-  asm volatile( \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n" \
-      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;\n}" \
-      : SUMS(d, 0) : "l"(weight), "l"(rows), "r"(adds))
-
-template <int COUNT>
-__device__ __forceinline__ void multiply(float (&d)[ROWS / 2], uint64 weight, uint64 rows, int adds) {
-  static_assert(COUNT % 16 == 0 && COUNT <= 256, "no product");
-  MULTIPLY(16, F8, S8, "%8", "%9", "%10");
-  MULTIPLY(32, F16, S16, "%16", "%17", "%18");
-  MULTIPLY(48, F24, S24, "%24", "%25", "%26");
-  MULTIPLY(64, F32, S32, "%32", "%33", "%34");
-  MULTIPLY(80, F40, S40, "%40", "%41", "%42");
-  MULTIPLY(96, F48, S48, "%48", "%49", "%50");
-  MULTIPLY(112, F56, S56, "%56", "%57", "%58");
-  MULTIPLY(128, F64, S64, "%64", "%65", "%66");
-  MULTIPLY(144, F72, S72, "%72", "%73", "%74");
-  MULTIPLY(160, F80, S80, "%80", "%81", "%82");
-  MULTIPLY(176, F88, S88, "%88", "%89", "%90");
-  MULTIPLY(192, F96, S96, "%96", "%97", "%98");
-  MULTIPLY(208, F104, S104, "%104", "%105", "%106");
-  MULTIPLY(224, F112, S112, "%112", "%113", "%114");
-  MULTIPLY(240, F120, S120, "%120", "%121", "%122");
-  MULTIPLY(256, F128, S128, "%128", "%129", "%130");
-}
+#define PRODUCT "k16.f32.bf16.bf16"
+#define MODES ", p, 1, 1, 0, 0;"
+#include "shared_products.cuh"
 
 // This warp has read a stage: both blocks are told.
 __device__ __forceinline__ void release(const Ring &ring, int stage) {
