@@ -29,6 +29,7 @@ from headrace.kernels.moe import (
     parts,
     plain_few,
     plain_many,
+    rounded,
     sorted_rows,
 )
 from headrace.kernels.span_attention import hopper as spans
@@ -143,6 +144,7 @@ CASES: dict[str, list[Find]] = {
     "mxfp4_product": each(
         sorted_rows.find_kernel,
         *((many._tile_of(most), gate, 32) for most, gate in ((16, ""), (256, "clamped"))),
+        *((tile, gate, 32) for tile, gate in zip(rounded.TILES, ("silu", "clamped", ""), strict=True)),
     ),
     "norm_route": [
         norm_route_of(128, 2048, "softmax", True), norm_route_of(32, 2880, "sigmoid", False),

@@ -44,6 +44,7 @@ from headrace.kernels.moe import (
     MANY_CODED_EXPERTS,
     MANY_EXPERTS,
     NORM_ROUTE,
+    ROUNDED_EXPERTS,
     RUN_EXPERTS,
     RouteShape,
     is_few,
@@ -209,11 +210,12 @@ def test_experts(hopper: Recording):
     draw, own = random.Random(3), set[str]()
     for num_experts, top_k, width, inner in list_experts():
         shape = {"width": width, "expert_width": inner, "num_experts": num_experts, "top_k": top_k}
-        few, many, coded, many_coded = (
+        few, many, coded, many_coded, rounded = (
             find_own(hopper.card, operation, **shape)
-            for operation in (RUN_EXPERTS, MANY_EXPERTS, CODED_EXPERTS, MANY_CODED_EXPERTS)
+            for operation in (RUN_EXPERTS, MANY_EXPERTS, CODED_EXPERTS, MANY_CODED_EXPERTS, ROUNDED_EXPERTS)
         )
         assert few is not None and coded is not None and many is not None and many_coded is not None
+        assert rounded is not None
         sizes = (2 * inner, width), (width, inner)
         plain = [(hopper.empty(num_experts, *size), None) for size in sizes]
         for rows in draw.sample(ROWS, 3):
@@ -225,7 +227,8 @@ def test_experts(hopper: Recording):
             form = draw.choice(FORMS)
             stacks = [(make_codes(hopper, form, num_experts * outputs, inputs), None) for outputs, inputs in sizes]
             if not any(codes.fault_of_stack(size[0]) for (codes, _), size in zip(stacks, sizes, strict=True)):
-                found += [own_kernel(x, ids, factors, *stacks, gate) for own_kernel in (coded, many_coded)]
+                kernels = (coded, many_coded, rounded) if form[0] == "mxfp4" else (coded, many_coded)
+                found += [own_kernel(x, ids, factors, *stacks, gate) for own_kernel in kernels]
             assert all(out is None or out.shape == (rows, width) for out in found)
         own.update(hopper.own)
     assert own >= {

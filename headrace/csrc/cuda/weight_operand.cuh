@@ -1,11 +1,20 @@
-// Products whose left operand is 64 rows of the weight in registers, decoded there. After hopper.cuh.
+// Products whose left operand is 64 rows of the weight in registers, decoded there. After hopper.cuh. Macro: FP8 (1: the
+// operand is e5m2 and rows of x are e4m3; else both are bfloat16).
 
-// sums [64, N] += codes [64, 16] (a fragment in registers) times rows of x [ROWS, 16]; `adds` 0: = instead
+#if FP8
+#define NUMBERS "k32.f32.e5m2.e4m3"
+#define ORDER ""
+#else
+#define NUMBERS "k16.f32.bf16.bf16"
+#define ORDER ", 0"  // rows of x are not transposed
+#endif
+
+// sums [64, N] += codes [64, K] (a fragment in registers) times rows of x [ROWS, K], K of 32 bytes; `adds` 0: = instead
 #define MULTIPLY(N, SUMS, NAMES, A0, A1, A2, A3, B, P) \
   asm volatile( \
       "{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n" \
-      "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" NAMES "}, {" A0 "," A1 "," A2 "," A3 "}, " B \
-      ", p, 1, 1, 0;\n}" \
+      "wgmma.mma_async.sync.aligned.m64n" N NUMBERS " {" NAMES "}, {" A0 "," A1 "," A2 "," A3 "}, " B \
+      ", p, 1, 1" ORDER ";\n}" \
       : SUMS(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(adds))
 
 // N is a multiple of 16 up to 256; sums of further rows are left as they are.

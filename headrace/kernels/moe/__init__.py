@@ -113,6 +113,10 @@ MANY_CODED_EXPERTS = Operation("coded experts kernel for many tokens")
 """As `CODED_EXPERTS`, where arithmetic bounds a step; all but the reference return None for codes that they do not
 take: these are dequantised for the call then, as all are where there is no other solution."""
 
+ROUNDED_EXPERTS = Operation("coded experts kernel that rounds activations")
+"""As `CODED_EXPERTS` for MXFP4: rows of x, and of the gated activation, may be rounded as `QUANTISE_ROWS` does, to e4m3
+with a scale for each row. Solutions do so where it is faster, the reference always."""
+
 MANY_EXPERTS = Operation("experts kernel for many tokens")
 """As `RUN_EXPERTS`, where arithmetic bounds a step (not `is_few`); all but the reference may return None: then a step
 runs `GROUP_PAIRS`, `GROUPED_LINEAR`, `GATE_PAIRS` and `SUM_PAIRS`, as all do where there is no other solution."""
@@ -173,6 +177,9 @@ CODED_EXPERTS.add(
 )
 MANY_CODED_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:coded_experts", doc="dequantises the matrices at every call"
+)
+ROUNDED_EXPERTS.add(
+    "reference", "headrace.kernels.moe.reference:rounded_experts", doc="dequantises the matrices at every call"
 )
 PACKED_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:packed_experts", doc="unpacks the matrices at every call"
@@ -246,6 +253,10 @@ CODED_EXPERTS.add(
 MANY_CODED_EXPERTS.add(
     "cuda", "headrace.kernels.moe.many:run_experts", supports=_reason_against_hopper, priority=10,
     doc="own CUDA C++: MXFP4 with plain rows, FP8 with rows in FP8",
+)
+ROUNDED_EXPERTS.add(
+    "cuda", "headrace.kernels.moe.rounded:run_experts", supports=_reason_against_hopper, priority=10,
+    doc="own CUDA C++: MXFP4 with rows in FP8 from 64 pairs an expert on; fewer as CODED_EXPERTS",
 )
 
 

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
 from headrace.kernels.linear import Norm
 from headrace.kernels.moe import CodedStack, PackedStack, RouteShape, Stacked
 from headrace.kernels.packed_linear.layout import unpack
@@ -176,6 +176,26 @@ def coded_experts(
         (dequantise(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down)
     )
     return run_experts(x, ids, weights, first, second, gate)
+
+
+def rounded_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
+) -> torch.Tensor:
+    """See `ROUNDED_EXPERTS`. Products are in float32, of numbers that are exact there."""
+    num_experts, rounded = down[0].out_features // x.shape[1], quantise_rows(x).decode(torch.float32)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    stacks = [
+        (dequantise(codes, torch.float32).unflatten(0, (num_experts, -1)), bias) for codes, bias in (gate_up, down)
+    ]
+    for expert in ids[ids >= 0].unique():
+        rows, choice = torch.where(ids == expert)
+        hidden = rounded[rows]
+        for i, (weight, bias) in enumerate(stacks):
+            hidden = F.linear(hidden, weight[expert], None if bias is None else bias[expert].float())
+            if not i:
+                hidden = quantise_rows(gate_halves(hidden, gate).to(x.dtype)).decode(torch.float32)
+        out.index_add_(0, rows, hidden.to(x.dtype).float() * weights[rows, choice, None])
+    return out.to(x.dtype)
 
 
 def grouped_mm(

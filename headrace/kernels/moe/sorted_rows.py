@@ -1,8 +1,8 @@
-"""Products of plain rows sorted by expert and experts in MXFP4 on Hopper, by own CUDA C++
-(``csrc/cuda/mxfp4_product.cu``), alone or with the gated activation.
+"""Products of rows sorted by expert and experts in MXFP4 on Hopper, by own CUDA C++ (``csrc/cuda/mxfp4_product.cu``),
+alone or with the gated activation.
 
-M rows sorted by expert, N outputs (a gate and its up count once), K inputs, X experts. Of each 16 inputs of a row the
-even ones come first, then the odd ones, as a thread finds codes.
+M rows sorted by expert, N outputs (a gate and its up count once), K inputs, X experts. Of each 16 inputs of a row in
+bfloat16 the even ones come first, then the odd ones, as a thread finds codes; rows in FP8 have them in order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, DeviceCodes
+from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import GATES, NOT_GATED, Gated
 from headrace.kernels.coded_linear.wide import SLACK_BYTES, describe_weight
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
+    address_of,
     cache_compiled,
     count_sms,
     describe_boxes,
@@ -32,24 +33,31 @@ MOST_STAGES = 12
 @dataclass(frozen=True)
 class Tile:
     """A block multiplies ``rows`` rows by 64 * ``groups`` rows of the weight, with as many warpgroups: 2, or 4 for at
-    most 128 rows. ``rows`` is 16, 32, 48, 64, 96, 128 or 256."""
+    most 128 rows. ``rows`` is 16, 32, 48, 64, 96, 128, 224 or 256. ``is_fp8``: they are in FP8."""
 
     rows: int
     groups: int
+    is_fp8: bool = False
 
     @property
     def stages(self) -> int:
         """Of the ring in shared memory, with 128 inputs each."""
-        stage = self.rows * 2 * BLOCK + 64 * self.groups * HALF
+        stage = self.rows * (1 if self.is_fp8 else 2) * BLOCK + 64 * self.groups * HALF
         return min(MOST_STAGES, (MOST_BYTES - SLACK_BYTES) // stage)
+
+    @property
+    def box(self) -> int:
+        """Rows that are copied at a time."""
+        return next(box for box in (96, 64, 48, 32, 16) if self.rows % box == 0 and (self.rows <= 96 or box <= 64))
 
 
 class _Call(ctypes.Structure):
     """``Call`` of the source."""
 
     _fields_ = (
-        ("scales", c_void_p), ("bias", c_void_p), ("ends", c_void_p), ("out", c_void_p), ("outputs", c_int),
-        ("inputs", c_int), ("words", c_int), ("limit", c_float), ("alpha", c_float), ("up_offset", c_float),
+        *((name, c_void_p) for name in ("x_scales", "scales", "bias", "ends", "out")),
+        *((name, c_int) for name in ("outputs", "inputs", "words")),
+        *((name, c_float) for name in ("limit", "alpha", "up_offset")),
     )
 
 
@@ -57,32 +65,36 @@ class _Call(ctypes.Structure):
 def find_kernel(tile: Tile, gate: str, num_experts: int, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     return load_kernel(
-        "mxfp4_product", device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages, GATE=GATES[gate],
-        EXPERTS=num_experts,
+        "mxfp4_product", device, MOST_BYTES, FP8=int(tile.is_fp8), ROWS=tile.rows, GROUPS=tile.groups,
+        STAGES=tile.stages, BOX=tile.box, GATE=GATES[gate], EXPERTS=num_experts,
     )
 
 
 def multiply(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, ends: torch.Tensor, tile: Tile,
+    x: torch.Tensor | Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, ends: torch.Tensor, tile: Tile,
     gated: Gated = NOT_GATED,
 ) -> torch.Tensor:
-    """Rows x [M, K] bfloat16 times those experts of the stacked weight [X * N, K] whose they are (``ends`` [X] of
-    `GROUP_PAIRS`), plus their bias, followed by the activation ``gated`` if it has a kind: [M, N] bfloat16. Columns of
-    x, and of the result of an activation, are in the order above. Rows from the last end on are not written. K is a
-    multiple of 16, N of 8, with an activation of 16."""
-    num_rows, outputs = len(x), weight.out_features // len(ends) // (2 if gated.kind else 1)
-    out = torch.empty((num_rows, outputs), dtype=torch.bfloat16, device=x.device)
+    """Rows x [M, K] bfloat16, or in FP8 with a scale each if ``tile`` is for those, times those experts of the stacked
+    weight [X * N, K] whose they are (``ends`` [X] of `GROUP_PAIRS`), plus their bias, followed by the activation
+    ``gated`` if it has a kind: [M, N] bfloat16. Columns of bfloat16 rows, and of the result of an activation of them,
+    are in the order above. Rows from the last end on are not written. K is a multiple of 16, N of 8, with an activation
+    of 16."""
+    rows, x_scales = x if isinstance(x, Fp8Rows) else (x, None)
+    assert tile.is_fp8 == (x_scales is not None), "rows of another kind"
+    num_rows, outputs = len(rows), weight.out_features // len(ends) // (2 if gated.kind else 1)
+    out = torch.empty((num_rows, outputs), dtype=torch.bfloat16, device=rows.device)
     if not num_rows:
         return out
     call = _Call(
-        scales=weight.scales.data_ptr(), bias=None if bias is None else bias.data_ptr(), ends=ends.data_ptr(),
-        out=out.data_ptr(), outputs=outputs, inputs=x.shape[1], words=weight.scales.shape[1] // 4,
+        x_scales=address_of(x_scales), scales=weight.scales.data_ptr(), bias=address_of(bias), ends=ends.data_ptr(),
+        out=out.data_ptr(), outputs=outputs, inputs=rows.shape[1], words=weight.scales.shape[1] // 4,
         limit=gated.limit, alpha=gated.alpha, up_offset=gated.up_offset,
     )
     width = 64 * tile.groups
     tiles = count_tiles(num_rows, tile.rows, len(ends)) * ceil_div(outputs, width // 2 if gated.kind else width)
-    find_kernel(tile, gated.kind, len(ends), x.device).launch(
-        min(tiles, count_sms(x.device)), 128 * (tile.groups + 1), describe_boxes(x, (tile.rows, BLOCK // 2)),
+    find_kernel(tile, gated.kind, len(ends), rows.device).launch(
+        min(tiles, count_sms(rows.device)), 128 * (tile.groups + 1),
+        describe_boxes(rows, (tile.box, BLOCK if tile.is_fp8 else BLOCK // 2)),
         describe_weight(weight.codes, width, HALF, outputs if gated.kind else 0), call, is_dependent=True,
     )
     return out
