@@ -1,11 +1,12 @@
 """Experts in codes beside plain ones, on one GPU: ``python -m benchmarks.coded_experts [--tokens 1 16 64] [--few]
-[--parts [NAME]]``.
+[--parts [NAME]] [--activations [NAME]]``.
 
 For shapes of whole layers, microseconds from choices to sums (cold cache): plain, in codes, and in codes with other
 tiles and numbers of programs; before, bytes of the chosen experts' codes over the time. For up to four tokens also
 captured chains of steps with other choices, by block shape of the own CUDA C++; ``--few``: only these. ``--parts``:
 only such chains of MXFP4 for some tokens, by tile of `headrace.kernels.moe.parts` and as they ran before, with the
-products alone and how far both outputs are apart.
+products alone and how far both outputs are apart. ``--activations``: only MXFP4 for many tokens, with activations in
+bfloat16 and in FP8, the two products alone too, and how far the outputs are apart.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_dev
 from headrace.kernels.coded_linear.expand import expand
 from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
-from headrace.kernels.moe import CodedStack, coded, coded_few, fp8_few, many, parts
+from headrace.kernels.moe import CodedStack, coded, coded_few, fp8_few, hopper, many, parts, rounded, sorted_rows
 from headrace.kernels.moe.coded import Tile
 from headrace.kernels.moe.coded_few import Shape
 from headrace.kernels.moe.experts import run_experts_pdl
@@ -47,6 +48,7 @@ PART_SHAPES = {
     "DeepSeek-V4-Flash, half of the experts": (256, 128, 6, 4096, 2048, (64, 128)),
 }
 """Experts, those that are here, choices, sizes, tokens."""
+MANY_TOKENS = (512, 2048, 8192)
 PART_TILES = [
     parts.Tile(rows, groups, is_beside)
     for rows, groups, is_beside in (
@@ -193,12 +195,54 @@ def multiply_parts(step: tuple, num_experts: int, tile: parts.Tile) -> Callable[
     return run
 
 
+def run_activations(name: str) -> None:
+    """Print lines of chains of steps with many tokens."""
+    all_experts, num_experts, top_k, width, inner, _ = PART_SHAPES[name]
+    is_oss = "oss" in name
+    gate = Gate("clamped", 7.0, 1.702, 1.0) if is_oss else Gate("clamped", 10.0, 1.0, 0.0)
+    gate_up, down = draw_mxfp4(num_experts, 2 * inner, width), draw_mxfp4(num_experts, width, inner)
+    biases = [torch.randn(num_experts, n, device="cuda").bfloat16() if is_oss else None for n in (2 * inner, width)]
+    stacks: list[CodedStack] = [(gate_up, biases[0]), (down, biases[1])]
+    for num_tokens in MANY_TOKENS:
+        x = torch.randn(num_tokens, width, device="cuda").bfloat16()
+        weights = torch.rand(num_tokens, top_k, device="cuda")
+        ids = own_experts(torch.rand(num_tokens, all_experts, device="cuda").topk(top_k).indices, 0, num_experts)
+        step = (x, ids, weights, *stacks, gate)
+        order, place, ends = group_pairs(ids, num_experts)
+        plain = hopper.gather_rows(x, order, ends, top_k, evens_first=True)
+        tiles = [own.choose_tile(num_tokens, top_k, num_experts) for own in (many, rounded)]
+        found, flops = {}, 2 * int(ends[-1]) * 3 * width * inner
+        for kind, rows, tile in (
+            ("bf16", plain, tiles[0]), ("fp8", rounded.round_pairs(x, ids, place, ends), tiles[1])
+        ):
+            first = partial(sorted_rows.multiply, rows, *stacks[0], ends, tile, Gated(*gate))
+            between = rounded.round_rows(first(), ends) if kind == "fp8" else first()
+            second = partial(sorted_rows.multiply, between, *stacks[1], ends, tile)
+            found |= {f"{kind} gate and up": time_calls([first] * 4), f"{kind} down": time_calls([second] * 4)}
+        calls = {"bf16": partial(many.run_experts, *step), "fp8": partial(rounded.run_many, *step)}
+        found |= {kind: time_calls([call] * 4) for kind, call in calls.items()}
+        exact, out = (call() for call in calls.values())
+        assert exact is not None and out is not None, "they take these codes"
+        distance = float((out.double() - exact.double()).norm() / exact.double().norm())
+        line = " | ".join(f"{key} {seconds * 1e6:.0f}" for key, seconds in found.items())
+        rates = ", ".join(
+            f"{kind} {flops / (found[f'{kind} gate and up'] + found[f'{kind} down']) / 1e12:.0f}" for kind in calls
+        )
+        print(f"{name} {num_tokens} tokens, apart {distance:.1e}, TFLOP/s of products {rates}: {line}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 64, 256, 1024])
     parser.add_argument("--few", action="store_true")
     parser.add_argument("--parts", nargs="*", metavar="NAME", help="of shapes whose names begin so; without, of all")
+    parser.add_argument("--activations", nargs="*", metavar="NAME", help="as --parts")
     args = parser.parse_args()
+    if args.activations is not None:
+        for name in PART_SHAPES:
+            if not args.activations or name.startswith(tuple(args.activations)):
+                run_activations(name)
+        return
     if args.parts is not None:
         for name in PART_SHAPES:
             if not args.parts or name.startswith(tuple(args.parts)):

@@ -5,7 +5,7 @@ each supports. The predicates run before a plug-in is imported; the shape of the
 from __future__ import annotations
 
 from headrace.kernels.coded_linear.device_codes import BLOCK
-from headrace.kernels.moe import CODED_EXPERTS, RUN_EXPERTS
+from headrace.kernels.moe import CODED_EXPERTS, ROUNDED_EXPERTS, RUN_EXPERTS
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.layout import PANEL
 from headrace.layers.moe.contract import ADAPTERS, CHOICES, DISPATCHERS, EXPERTS, GROUPED, adapter_name
@@ -56,6 +56,18 @@ def reason_against_fused(query: KernelQuery) -> str | None:
     if query.device != "cuda" or RUN_EXPERTS.reason_against("triton_pdl", query):
         return "has no kernels for this device and dtype"
     return reason_against_encoded(query)
+
+
+def reason_against_rounded(query: KernelQuery) -> str | None:
+    """For kernels that round activations, which no layer gets unless it is asked for. Plain matrices may become MXFP4
+    when they are loaded."""
+    if query.shape.get("moves") and not query.shape.get("mxfp4"):
+        return "takes experts in MXFP4, and those of this model are dequantised, as they move between ranks"
+    if any(query.shape.get(width, 0) % 16 for width in ("width", "expert_width")):
+        return "takes widths in steps of 16"
+    if query.shape.get("mxfp4") and (reason := reason_against_fused_mxfp4(query)):
+        return reason
+    return ROUNDED_EXPERTS.reason_against("cuda", query)
 
 
 def reason_against_stored(query: KernelQuery) -> str | None:
@@ -109,6 +121,10 @@ EXPERTS.add(
 EXPERTS.add(
     "mxfp4_fused", "headrace.layers.moe.mxfp4:FusedMxfp4Experts", supports=reason_against_fused_mxfp4, priority=20,
     doc="on a GPU: experts kept in MXFP4, few kernels from choices to sums",
+)
+EXPERTS.add(
+    "rounded", "headrace.layers.moe.rounded:RoundedExperts", supports=reason_against_rounded, priority=-10,
+    doc="only by name, on Hopper: experts in MXFP4, activations of prompts rounded to FP8",
 )
 ADAPTERS.add(
     adapter_name(CHOICES, GROUPED), "headrace.layers.moe.grouped:group_choices",

@@ -20,11 +20,19 @@ from headrace.kernels.coded_linear.choice import MOST_ERROR, find_faults
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.cuda_source import note_fallback
 from headrace.kernels.measured import MeasuredFile
-from headrace.kernels.moe import CODED_EXPERTS, MANY_CODED_EXPERTS, MOST_CODED_PAIRS_EACH, RUN_EXPERTS, is_few
+from headrace.kernels.moe import (
+    CODED_EXPERTS,
+    MANY_CODED_EXPERTS,
+    MOST_CODED_PAIRS_EACH,
+    ROUNDED_EXPERTS,
+    RUN_EXPERTS,
+    is_few,
+)
 from headrace.kernels.operation import KernelQuery, choose_fused
 from headrace.kernels.precompile import is_dry_run, precompile
 from headrace.kernels.timing import time_on_gpu
 from headrace.layers.moe.layer import MoeMlp
+from headrace.layers.moe.rounded import check_rounded
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +44,19 @@ WARM_TOKENS = (1, 2, 4, 5, 8, 16, 17, *(1 << power for power in range(5, 14)))
 
 @torch.no_grad()
 def keep_faster_experts(model: nn.Module, time: Callable[[Callable[[], Any]], float] | None = None) -> None:
-    """Dequantise the experts of a model that are in codes and slower so, if there is memory for them. ``time``:
-    measures a call on the device, in seconds."""
+    """Dequantise the experts of a model that are in codes and slower so, if there is memory for them; not those whose
+    activations are rounded. ``time``: measures a call on the device, in seconds. Raises `ConfigError` for experts whose
+    activations shall be rounded and cannot."""
     gains: dict[str, float] = {}
     measured = MeasuredFile(env.cache_dir() / "coded_experts.json")
     for module in model.modules():
-        stacks = (module.experts.gate_up, module.experts.down) if isinstance(module, MoeMlp) else ()
-        if not isinstance(module, MoeMlp) or not all(isinstance(stack.stored, CodedWeight) for stack in stacks):
+        if not isinstance(module, MoeMlp):
+            continue
+        stacks = (module.experts.gate_up, module.experts.down)
+        if stacks[0].is_rounded:
+            _prepare_rounded(module, gains)
+            continue
+        if not all(isinstance(stack.stored, CodedWeight) for stack in stacks):
             continue
         key = _describe(module)
         if key not in gains:
@@ -61,6 +75,15 @@ def keep_faster_experts(model: nn.Module, time: Callable[[Callable[[], Any]], fl
             for stack in stacks:
                 stack.restore()
     measured.save()
+
+
+def _prepare_rounded(module: MoeMlp, gains: dict[str, float]) -> None:
+    """Of experts that keep their codes; ``gains`` has shapes whose kernels are compiled."""
+    check_rounded((module.experts.gate_up, module.experts.down))
+    key = _describe(module)
+    if key not in gains:
+        _warm_up(module, key)
+    gains[key] = math.inf
 
 
 def _describe(module: MoeMlp) -> str:
@@ -86,8 +109,9 @@ def _query(module: MoeMlp) -> KernelQuery:
 def _bind_codes(module: MoeMlp) -> partial[torch.Tensor]:
     """The kernel for experts in codes, which takes a step of `_draw_step`."""
     gate_up, down = module.experts.gate_up, module.experts.down
+    operation = ROUNDED_EXPERTS if module.experts.gate_up.is_rounded else CODED_EXPERTS
     return partial(
-        CODED_EXPERTS.choose(_query(module)), gate_up=(gate_up.codes, gate_up.own_bias),
+        operation.choose(_query(module)), gate_up=(gate_up.codes, gate_up.own_bias),
         down=(down.codes, down.own_bias), gate=module.gate
     )
 
@@ -99,7 +123,7 @@ def _warm_up(module: MoeMlp, about: str) -> None:
     if device.type != "cuda":
         return
     steps = [_draw_step(module, num_tokens, device, module.dtype) for num_tokens in WARM_TOKENS]
-    many = choose_fused(MANY_CODED_EXPERTS, _query(module))
+    many = coded.func if codes.is_rounded else choose_fused(MANY_CODED_EXPERTS, _query(module))
 
     def run() -> None:
         for step in steps:

@@ -6,6 +6,7 @@ T tokens, D hidden size, k experts a token, N = T * k pairs of token and expert,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -56,9 +57,11 @@ def _plain(stack: StackedLinear, dtype: torch.dtype) -> torch.Tensor:
 class FusedExperts:
     """See `Experts`; speaks `CHOICES`. A few fused kernels while the step is bound by reading the experts' matrices,
     plain or in codes; beyond that, as decided by `is_few`, kernels for many rows where there are any, else grouped
-    products of rows sorted by expert."""
+    products of rows sorted by expert. ``kernel``: for codes and any number of tokens, in place of those chosen."""
 
-    def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
+    def __init__(
+        self, weights: ExpertWeights, spec: MlpSpec, build: Build, kernel: Callable[..., Any] | None = None
+    ):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
         num_experts, hidden_size, size = weights.down.weight.shape
         query = build.query(width=hidden_size, expert_width=size, num_experts=num_experts)
@@ -67,10 +70,9 @@ class FusedExperts:
         )
         self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
         self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
-        self._run_codes = CODED_EXPERTS.choose(query)
-        self._run_many, self._run_many_codes = (
-            choose_fused(operation, query) for operation in (MANY_EXPERTS, MANY_CODED_EXPERTS)
-        )
+        self._run_codes = kernel or CODED_EXPERTS.choose(query)
+        self._run_many = choose_fused(MANY_EXPERTS, query)
+        self._run_many_codes = kernel or choose_fused(MANY_CODED_EXPERTS, query)
         for stack in (self._gate_up, self._down):
             stack.is_storable = not build.moves_experts
 

@@ -6,7 +6,8 @@ X experts, O outputs, I inputs, F expert intermediate size, D hidden size, N pai
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -179,11 +180,14 @@ class Mxfp4Experts:
 
 
 class FusedMxfp4Experts:
-    """See `Experts`; speaks `CHOICES`. On a GPU: codes are multiplied as they are, from choices to sums."""
+    """See `Experts`; speaks `CHOICES`. On a GPU: codes are multiplied as they are, from choices to sums. ``kernel``: in
+    place of the one that `CODED_EXPERTS` chooses."""
 
-    def __init__(self, weights: Mxfp4ExpertWeights, spec: MlpSpec, build: Build):
+    def __init__(
+        self, weights: Mxfp4ExpertWeights, spec: MlpSpec, build: Build, kernel: Callable[..., Any] | None = None
+    ):
         self._weights, self._gate = weights, describe_gate(spec)
-        self._run = CODED_EXPERTS.choose(build.query())
+        self._run = kernel or CODED_EXPERTS.choose(build.query())
         weights.gate_up.is_for_kernels = weights.down.is_for_kernels = True
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:

@@ -31,6 +31,7 @@ class StackedLinear(StorableLayer):
     may be a rank's `Share`, as those of `Linear`; of X it is the experts that are here."""
 
     is_storable = False  # set by the experts that have kernels for stored stacks: `moe.stored`, `moe.grouped`
+    is_rounded = False  # set by `moe.rounded`: its codes are multiplied with rounded activations
 
     def __init__(
         self, build: Build, stacked: int | Share, inputs: int | Share, parts: dict[str, int | Share], *, bias: bool
