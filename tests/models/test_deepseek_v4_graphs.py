@@ -79,7 +79,9 @@ def run(
     return [(output.token_ids, [entry.logprob for entry in output.logprobs]) for output in outputs], taken
 
 
-def compare(folder: Path, texts: list[list[int]], params: SamplingParams, options: dict[str, Any]) -> None:
+def compare(
+    folder: Path, texts: list[list[int]], params: SamplingParams, options: dict[str, Any], *, error: float = 1e-5
+) -> None:
     """Steps that are captured, all of them, and steps as written."""
     (said, taken), (expected, _) = (
         run(folder, texts, params, options, is_captured=is_captured) for is_captured in (True, False)
@@ -87,7 +89,7 @@ def compare(folder: Path, texts: list[list[int]], params: SamplingParams, option
     assert set(+taken) == {DecodeGraphPath.__name__, MixedGraphPath.__name__}, "no step ran as written"
     for (tokens, worth), (right, right_worth) in zip(said, expected, strict=True):
         assert tokens == right
-        torch.testing.assert_close(torch.tensor(worth), torch.tensor(right_worth), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor(worth), torch.tensor(right_worth), atol=error, rtol=error)
 
 
 @pytest.mark.parametrize("options", [
@@ -204,9 +206,11 @@ def test_the_checkpoints_own_module(served: tuple[Path, list[list[int]]], tmp_pa
 
 
 def test_caches_in_8_bits(tmp_path: Path):
-    """Vectors and index keys that are packed, and queries that are rounded like keys."""
+    """Vectors and index keys that are packed, and queries that are rounded like keys. Products of other numbers of rows
+    may differ in their last bit, which a rounding to 8 bits then makes larger; by how much is the processor's."""
     make_model(head_dim=128, qk_rope_head_dim=64, index_head_dim=64).save_pretrained(tmp_path)
-    compare(tmp_path, make_prompts(), greedy(NEW_TOKENS), {"max_step_tokens": 101, "kv_dtype": "float8_e4m3fn"})
+    options = {"max_step_tokens": 101, "kv_dtype": "float8_e4m3fn"}
+    compare(tmp_path, make_prompts(), greedy(NEW_TOKENS), options, error=3e-2)
 
 
 def test_hot_slots_are_not_captured_with_prompts(served: tuple[Path, list[list[int]]]):
