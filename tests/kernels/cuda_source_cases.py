@@ -144,6 +144,9 @@ CASES: dict[str, list[Find]] = {
     "mxfp4_product": each(
         sorted_rows.find_kernel,
         *((many._tile_of(most), gate, 32) for most, gate in ((16, ""), (256, "clamped"))),
+    ),
+    "mxfp4_rounded": each(
+        sorted_rows.find_kernel,
         *((tile, gate, 32) for tile, gate in zip(rounded.TILES, ("silu", "clamped", ""), strict=True)),
     ),
     "norm_route": [

@@ -1,43 +1,33 @@
-// Products of rows and experts in MXFP4 on Hopper: rows x [M, K], sorted by expert, times that expert's weight [N, K]:
-// e2m1 codes, two to a byte, with a power of two per 32 inputs. With a gate, the activation of its two halves. Sums are
-// float32 in a fixed order, the same whatever the rows beside a row.
+// Products of plain rows and experts in MXFP4 on Hopper: rows x [M, K] in bfloat16, sorted by expert, times that
+// expert's weight [N, K]: e2m1 codes, two to a byte, with a power of two per 32 inputs. With a gate, the activation of
+// its two halves. Sums are float32 in a fixed order, the same whatever the rows beside a row.
 //
-// Rows are in bfloat16, and of each 16 inputs the even ones come first, then the odd ones: a thread then finds two codes
-// of one operand a byte apart in the four bytes that `ldmatrix` brings. With a gate, outputs are stored in the same
-// order, for the next product. Codes become bfloat16 numbers.
-//
-// FP8: rows are e4m3 with a scale each, inputs in their own order. Codes become e5m2 numbers together with their power of
-// two, exactly for powers from 2**-25 to 2; lower ones count as 2**-26. So sums of all inputs stay in the tensor cores,
-// and are scaled once at the end.
+// Of each 16 inputs of x the even ones come first, then the odd ones: a thread then finds two codes of one operand a
+// byte apart in the four bytes that `ldmatrix` brings. With a gate, outputs are stored in the same order, for the next
+// product.
 //
 // A block is persistent and takes tiles of 64 * GROUPS of the weight's rows by ROWS rows of x. Its first warp asks the
 // copy engine (TMA) for codes and rows of 128 inputs into a ring of STAGES. The other GROUPS warpgroups decode 64 rows
 // of codes each to operands of wgmma in registers; x comes from shared memory. While products with low codes of the
 // bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows are divided
-// evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on; boxes of
-// BOX rows that it does not have are not copied.
+// evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on.
 //
-// Macros: FP8 (0 or 1), ROWS (16, 32, 48, 64, 96, 128, 224, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, BOX (a
-// divisor of ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then has half as many
-// outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number). Compiled by NVRTC.
+// Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, GATE (0, or a kind
+// of activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number).
+// Compiled by NVRTC.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, OUTPUTS = GATE ? WIDE / 2 : WIDE;
-constexpr int LEAST = ROWS <= 64 ? 16 : ROWS > 128 ? 128 : ROWS / 2, GRAIN = ROWS <= 96 ? 16 : 32;
+constexpr int LEAST = ROWS <= 64 ? 16 : ROWS / 2, GRAIN = ROWS <= 96 ? 16 : 32;
 static_assert((ROWS - LEAST) % GRAIN == 0, "the largest is a whole tile");
-static_assert(BOX == ROWS || (ROWS % BOX == 0 && BOX % GRAIN == 0), "boxes hold what is multiplied");
-// Rows of x lie in pieces of 128 bytes of each, which a product takes 32 of. A half of a step has so many products.
-constexpr uint32 PIECES = FP8 ? 1 : 2, PRODUCTS = FP8 ? 2 : 4, PIECE_BYTES = ROWS * 128, BOX_BYTES = BOX * 128;
-constexpr uint32 X_BYTES = PIECES * PIECE_BYTES, CODE_BYTES = WIDE * DEPTH / 2;
-constexpr uint32 HIGH = (FP8 ? 64 : PIECE_BYTES) / 16;  // from inputs 0 to 64, as operands count
+constexpr uint32 X_BYTES = ROWS * DEPTH * 2, CODE_BYTES = WIDE * DEPTH / 2, STAGE_BYTES = X_BYTES + CODE_BYTES;
 constexpr int THREADS = 128 * (GROUPS + 1);
 // Whether codes are read a step ahead. Of three stages that would leave one to be copied, late in each step.
 constexpr bool AHEAD = STAGES > 3;
 
 struct Call {
-  const float *x_scales;  // [M], or null
   const uint32 *scales;  // [rows of the weight, words]: a byte for each 32 inputs, as `DeviceCodes` keeps powers of two
   const uint16 *bias;  // [rows of the weight] bfloat16, or null
   const int *ends;    // [EXPERTS]
@@ -51,15 +41,6 @@ struct Call {
 #include "weight_rows.cuh"
 #include "mxfp4_steps.cuh"
 
-// What a tile's first stage says of it, behind the barriers; an expert of -1 ends the work of a block. Found by the warp
-// that copies alone: in the others, its registers would be taken from products.
-__device__ __forceinline__ uint32 notice_of(uint32 bars, int stage) { return bars + 16 * (STAGES + stage); }
-__device__ __forceinline__ void announce(const Ring &ring, const Tile &tile) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               ::"r"(notice_of(ring.bars, ring.stage)), "r"(tile.expert), "r"(tile.first), "r"(tile.last),
-                 "r"(tile.output) : "memory");
-}
-
 // The warp that copies: the stages of all tiles of this block.
 __device__ __forceinline__ void fetch_tiles(
     const Call &call, const TensorMap *x_map, const TensorMap *code_map, Ring &ring
@@ -68,136 +49,54 @@ __device__ __forceinline__ void fetch_tiles(
   Tile tile;
   for (int index = blockIdx.x; find_tile<ROWS, OUTPUTS>(call, index, tile); index += gridDim.x) {
     even_out<ROWS>(call, tile);
-    int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output, boxes = (tile.last - tile.first + BOX - 1) / BOX;
+    int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output;
     for (int step = 0; step < steps; ++step) {
       if (threadIdx.x == 0) {
         uint32 full = ring.bars + 16 * ring.stage, to = ring.x_tiles + ring.stage * X_BYTES;
         uint32 codes = ring.code_tiles + ring.stage * CODE_BYTES;
         wait_for(full + 8, ring.phase ^ 1);
-        if (step == 0) announce(ring, tile);
-        expect_bytes(full, CODE_BYTES + PIECES * boxes * BOX_BYTES);
+        expect_bytes(full, STAGE_BYTES);
         if (GATE)
           load_gated_box(codes, code_map, full, step * (DEPTH / 2), row);
         else
           load_box(codes, code_map, full, step * (DEPTH / 2), row);
-        for (int box = 0; box < boxes; ++box)
 #pragma unroll
-          for (int piece = 0; piece < PIECES; ++piece)
-            load_box(
-                to + piece * PIECE_BYTES + box * BOX_BYTES, x_map, full, step * DEPTH + piece * (DEPTH / 2),
-                tile.first + box * BOX
-            );
+        for (int box = 0; box < 2; ++box)
+          load_box(to + box * (X_BYTES / 2), x_map, full, step * DEPTH + box * (DEPTH / 2), tile.first);
       }
       ring.advance();
     }
     __syncwarp();
   }
-  if (threadIdx.x == 0) {
-    tile.expert = -1;
-    wait_for(ring.bars + 16 * ring.stage + 8, ring.phase ^ 1);
-    announce(ring, tile);
-    arrive(ring.bars + 16 * ring.stage);
-  }
 }
 
-// The ring as warps that multiply see it: stages `at`, which is multiplied, the one before and the two after it;
-// `phase` is of the last.
-struct Window {
-  uint32 bars;
-  int before, at, next, further;
-  uint32 phase;
-
-  __device__ __forceinline__ explicit Window(const Ring &ring)
-      : bars(ring.bars), before(STAGES - 1), at(0), next(1), further(2), phase(0) {}
-  __device__ __forceinline__ void advance() {
-    before = at, at = next, next = further;
-    phase ^= further == STAGES - 1;
-    further = further == STAGES - 1 ? 0 : further + 1;
-  }
-  __device__ __forceinline__ void await(int stage, int wanted) const {
-    wait_if(wanted, bars + 16 * stage, phase ^ (stage > further));
-  }
-  __device__ __forceinline__ void await_further(int wanted) const { wait_if(wanted, bars + 16 * further, phase); }
-  __device__ __forceinline__ void leave(int stage, int leads) const { arrive_if(leads, bars + 16 * stage + 8); }
-};
-
-// Operands of half a step: of so many products four registers each.
-using Half = uint32[PRODUCTS][4];
-
-// The products of half a step with rows of x, of which the first N count.
+// Four products of 16 inputs each, with rows of x [ROWS, 64], of which the first N count.
 template <int N>
-__device__ __forceinline__ void multiply_half(float (&sums)[ROWS / 2], Half &a, uint64 rows) {
+__device__ __forceinline__ void multiply_half(float (&sums)[ROWS / 2], uint32 (&a)[4][4], uint64 rows) {
 #pragma unroll
-  for (int i = 0; i < 4 * PRODUCTS; ++i) pin(a[i / 4][i % 4]);  // nothing is decoded behind the fence
+  for (int i = 0; i < 16; ++i) pin(a[i / 4][i % 4]);  // nothing is decoded behind the fence
   begin_products();
 #pragma unroll
-  for (int nth = 0; nth < PRODUCTS; ++nth) multiply<N>(sums, a[nth], rows + 2 * nth, 1);
+  for (int piece = 0; piece < 4; ++piece) multiply<N>(sums, a[piece], rows + 2 * piece, 1);
   commit_products();
 }
 
 // words[piece][half]: bytes of row 8 * half, inputs 16 * piece + lane % 4 * 4 + {0, 1, 2, 3} in their low halves, and
-// 64 further in their high ones. Bytes 0 and 2 are of even inputs; those of odd ones are there once words are shifted.
+// 64 further in their high ones. Even inputs are the bytes 0 and 2; odd ones are there once words are shifted.
 struct Codes {
   uint32 words[4][2], odd[4][2], scales[2];
 
-  // Of a step, of a stage that is there. Beyond the last step what was there before is read, and not used.
-  __device__ __forceinline__ void read(const Scales &from, int stage, const Place &place, int step) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[2 * i][0]), "=r"(words[2 * i][1]), "=r"(words[2 * i + 1][0]), "=r"(words[2 * i + 1][1])
-                   : "r"(place.codes[i] + stage * CODE_BYTES));
-    from.get(step, scales);
-  }
   __device__ __forceinline__ void shift() {
 #pragma unroll
     for (int i = 0; i < 8; ++i) odd[i / 2][i % 2] = words[i / 2][i % 2] >> 8;
   }
 };
 
-#if FP8
-// The least power as scales keep it, 253 above its exponent, and twelve below the exponent of what becomes of it.
-constexpr uint32 LOWEST = 253 - 26;
-constexpr float UNIT = 1.0f / 4096;
-
-// Operands of half a step: LOW or high codes. Bits of the numbers 0, 0.5, 1, 1.5 (`few`) and 2, 3, 4, 6 (`many`) times a
-// power of two in e5m2 are a table of eight bytes; three bits of four codes select of it. Codes of two words are side by
-// side in one, from which come bytes 0 and 2 of what belongs to the first, 1 and 3 to the second.
-template <bool LOW>
-__device__ __forceinline__ void decode_all(Half &a, const Codes &codes) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int nth = 0; nth < 2; ++nth) {
-      const uint32 power = max(__byte_perm(codes.scales[half], 0, 0x4440 + (LOW ? nth : 2 + nth)), LOWEST);
-      const uint32 few = power * 0x04040400u + (0x06040000u - LOWEST * 0x04040400u);
-      const uint32 many = power * 0x04040404u + (0x0E0C0A08u - LOWEST * 0x04040404u);
-      const uint32 first = codes.words[2 * nth][half], second = codes.words[2 * nth + 1][half];
-      const uint32 low = LOW ? first : first >> 4, high = LOW ? second << 4 : second;
-      const uint32 selected = (low & 0x07070707u) | (high & 0x70707070u);
-      const uint32 ends = __byte_perm(few, many, selected), others = __byte_perm(few, many, selected >> 16);
-      a[nth][half] = __byte_perm(ends, others, 0x6420) | ((LOW ? first << 4 : first) & 0x80808080u);
-      a[nth][half + 2] = __byte_perm(ends, others, 0x7531) | (high & 0x80808080u);
-    }
-}
-
-// A thread has sums[4 * j + 2 * half + i] of row 8 * j + lane % 4 * 2 + i of x.
-__device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[ROWS / 2], const Tile &tile) {
-#pragma unroll
-  for (int j = 0; j < ROWS / 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = tile.first + 8 * j + threadIdx.x % 4 * 2 + i;
-      const float scale = row < tile.last ? call.x_scales[row] * UNIT : 0.0f;
-      sums[4 * j + i] *= scale, sums[4 * j + 2 + i] *= scale;
-    }
-}
-#else
-// Operands of half a step: LOW or high codes. Two codes are spread to the halves of a register, multiplied by
+// Operands of half a stage: LOW or high codes. Two codes are spread to the halves of a register, multiplied by
 // 2**12 + 2**6 (high codes: 2**8 + 2**2), which puts the sign at bit 15 and the rest at bits 8 to 6, and cleared of
 // other bits: bfloat16 numbers 2**126 too small, which the powers make good.
 template <bool LOW>
-__device__ __forceinline__ void decode_all(Half &a, const Codes &codes) {
+__device__ __forceinline__ void decode_all(uint32 (&a)[4][4], const Codes &codes) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // a step's four scales as exponents of bfloat16: inputs 0 and 64 on, 32 and 96 on
@@ -215,18 +114,31 @@ __device__ __forceinline__ void decode_all(Half &a, const Codes &codes) {
       }
   }
 }
-#endif
+
+// Codes and scales of a step, of a stage that is there. Beyond the last step what was there before is read, and not
+// used.
+__device__ __forceinline__ void read_codes(
+    Codes &codes, const Scales &scales, int stage, const Place &place, int step
+) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(codes.words[2 * i][0]), "=r"(codes.words[2 * i][1]), "=r"(codes.words[2 * i + 1][0]),
+                   "=r"(codes.words[2 * i + 1][1])
+                 : "r"(place.codes[i] + stage * CODE_BYTES));
+  scales.get(step, codes.scales);
+}
 
 // The stage of the next step's codes has been waited for, that of the step after it is. In the first step nothing is on
 // its way: a wait there would let ptxas think that products of other loops may be, and keep their registers.
 template <int N, bool IS_FIRST>
 __device__ __forceinline__ void add_step(
-    float (&sums)[ROWS / 2], Half &low, Half &high, Codes &codes, Window &window, const Place &place, Scales &scales,
-    int step, int steps
+    float (&sums)[ROWS / 2], uint32 (&low)[4][4], uint32 (&high)[4][4], Codes &codes, Window &window,
+    const Place &place, Scales &scales, int step, int steps
 ) {
   uint64 rows = place.rows_of(window.at);
-  if (!AHEAD) codes.read(scales, window.at, place, step);
-  if (!FP8) codes.shift();
+  if (!AHEAD) read_codes(codes, scales, window.at, place, step);
+  codes.shift();
   if (!IS_FIRST) wait_products<1>();  // those with low codes of the step before
   decode_all<true>(low, codes);
   multiply_half<N>(sums, low, rows);
@@ -235,8 +147,8 @@ __device__ __forceinline__ void add_step(
     window.leave(window.before, place.leads);  // all products of the step before have ended
   }
   decode_all<false>(high, codes);
-  if (AHEAD) codes.read(scales, window.next, place, step + 1);
-  multiply_half<N>(sums, high, rows + HIGH);
+  if (AHEAD) read_codes(codes, scales, window.next, place, step + 1);
+  multiply_half<N>(sums, high, rows + X_BYTES / 2 / 16);
   if (AHEAD)
     window.await_further(step + 2 < steps);
   else
@@ -250,11 +162,12 @@ template <int N>
 __device__ __forceinline__ void add_up(
     float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int steps
 ) {
-  Half low, high;
+  uint32 low[4][4], high[4][4];
   Codes codes = {};
+  window.await(window.at, 1);
   if (AHEAD) {
     window.await(window.next, steps > 1);
-    codes.read(scales, window.at, place, 0);
+    read_codes(codes, scales, window.at, place, 0);
   }
   add_step<N, true>(sums, low, high, codes, window, place, scales, 0, steps);
 #pragma unroll 1
@@ -275,26 +188,23 @@ __device__ __forceinline__ void add_up_rows(
   add_up<N>(sums, window, place, scales, steps);
 }
 
-// The tile whose first stage comes next.
-__device__ __forceinline__ void find_next(Tile &tile, const Window &window) {
-  window.await(window.at, 1);
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(tile.expert), "=r"(tile.first), "=r"(tile.last), "=r"(tile.output)
-               : "r"(notice_of(window.bars, window.at)) : "memory");
-}
+struct Work {  // of a block: its tile number `index`, and what its thread needs of it
+  Tile tile;
+  int own[2];  // rows of the weight of this thread, 8 apart in the tile; -1 beyond the expert's
+  bool is_there;
 
-// Rows of the weight of this thread, 8 apart in a tile; -1 beyond the expert's.
-struct Own {
-  int rows[2];
-
-  __device__ __forceinline__ Own(const Call &call, const Tile &tile) {
+  __device__ __forceinline__ void find(const Call &call, int index, Scales &scales, int steps) {
+    is_there = find_tile<ROWS, OUTPUTS>(call, index, tile);
+    if (!is_there) return;
+    even_out<ROWS>(call, tile);
     int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int output = tile.output + (GATE ? warp * 8 + lane / 4 : warp * 16 + lane / 4 + 8 * half);
       int matrix = tile.expert * (GATE ? 2 : 1) + (GATE ? half : 0);
-      rows[half] = output < call.outputs ? matrix * call.outputs + output : -1;
+      own[half] = output < call.outputs ? matrix * call.outputs + output : -1;
     }
+    scales.begin(call, own, steps);
   }
 };
 
@@ -304,21 +214,18 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
   Window window(ring);
   Scales scales;
   Place place(ring);
-  Tile tile, next;
-  find_next(tile, window);
-  if (tile.expert >= 0) scales.begin(call, Own(call, tile).rows, steps);
+  Work work;
+  work.find(call, blockIdx.x, scales, steps);
 #pragma unroll 1
-  for (; tile.expert >= 0; tile = next) {
+  for (int index = blockIdx.x; work.is_there;) {
+    index += gridDim.x;
     float sums[ROWS / 2] = {};
     // the same for the whole warp, which ptxas does not know
-    int rows = __reduce_max_sync(~0u, tile.last - tile.first);
+    int rows = __reduce_max_sync(~0u, work.tile.last - work.tile.first);
     add_up_rows<LEAST>(sums, window, place, scales, rows, steps);
-    find_next(next, window);
-    if (next.expert >= 0) scales.begin(call, Own(call, next).rows, steps);  // on their way while this tile ends
-#if FP8
-    scale_rows(call, sums, tile);
-#endif
-    finish<!FP8>(call, sums, tile, Own(call, tile).rows, threadIdx.x / 32 - 4, call.outputs);
+    Work done = work;
+    work.find(call, index, scales, steps);  // its first scales are on their way while this one ends
+    finish<true>(call, sums, done.tile, done.own, threadIdx.x / 32 - 4, call.outputs);
   }
 }
 

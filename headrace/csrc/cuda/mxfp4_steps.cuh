@@ -13,6 +13,27 @@ __device__ __forceinline__ void arrive_if(int wanted, uint32 bar) {
                ::"r"(bar), "r"(wanted) : "memory");
 }
 
+// The ring as warps that multiply see it: stages `at`, which is multiplied, the one before and the two after it;
+// `phase` is of the last.
+struct Window {
+  uint32 bars;
+  int before, at, next, further;
+  uint32 phase;
+
+  __device__ __forceinline__ explicit Window(const Ring &ring)
+      : bars(ring.bars), before(STAGES - 1), at(0), next(1), further(2), phase(0) {}
+  __device__ __forceinline__ void advance() {
+    before = at, at = next, next = further;
+    phase ^= further == STAGES - 1;
+    further = further == STAGES - 1 ? 0 : further + 1;
+  }
+  __device__ __forceinline__ void await(int stage, int wanted) const {
+    wait_if(wanted, bars + 16 * stage, phase ^ (stage > further));
+  }
+  __device__ __forceinline__ void await_further(int wanted) const { wait_if(wanted, bars + 16 * further, phase); }
+  __device__ __forceinline__ void leave(int stage, int leads) const { arrive_if(leads, bars + 16 * stage + 8); }
+};
+
 __device__ __forceinline__ void pin(uint32 &value) { asm volatile("" : "+r"(value)); }  // is not computed again
 
 // Where a thread's codes are in the first stage, and rows of x as an operand; whether a lane is its warp's first.

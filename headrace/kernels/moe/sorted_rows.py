@@ -1,5 +1,5 @@
-"""Products of rows sorted by expert and experts in MXFP4 on Hopper, by own CUDA C++ (``csrc/cuda/mxfp4_product.cu``),
-alone or with the gated activation.
+"""Products of rows sorted by expert and experts in MXFP4 on Hopper, by own CUDA C++ (``csrc/cuda/mxfp4_product.cu``;
+``mxfp4_rounded.cu`` for rows in FP8), alone or with the gated activation.
 
 M rows sorted by expert, N outputs (a gate and its up count once), K inputs, X experts. Of each 16 inputs of a row in
 bfloat16 the even ones come first, then the odd ones, as a thread finds codes; rows in FP8 have them in order.
@@ -47,26 +47,36 @@ class Tile:
 
     @property
     def box(self) -> int:
-        """Rows that are copied at a time."""
-        return next(box for box in (96, 64, 48, 32, 16) if self.rows % box == 0 and (self.rows <= 96 or box <= 64))
+        """Rows that are copied at a time: of bfloat16 all."""
+        if not self.is_fp8:
+            return self.rows
+        largest = self.rows if self.rows <= 96 else 64
+        return next(box for box in (96, 64, 48, 32, 16) if self.rows % box == 0 and box <= largest)
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of the source."""
+    """``Call`` of the source for bfloat16."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x_scales", "scales", "bias", "ends", "out")),
+        *((name, c_void_p) for name in ("scales", "bias", "ends", "out")),
         *((name, c_int) for name in ("outputs", "inputs", "words")),
         *((name, c_float) for name in ("limit", "alpha", "up_offset")),
     )
 
 
+class _RoundedCall(_Call):
+    """The same of the source for FP8."""
+
+    _fields_ = (("x_scales", c_void_p),)
+
+
 @cache_compiled
 def find_kernel(tile: Tile, gate: str, num_experts: int, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    source, macros = ("mxfp4_rounded", {"BOX": tile.box}) if tile.is_fp8 else ("mxfp4_product", {})
     return load_kernel(
-        "mxfp4_product", device, MOST_BYTES, FP8=int(tile.is_fp8), ROWS=tile.rows, GROUPS=tile.groups,
-        STAGES=tile.stages, BOX=tile.box, GATE=GATES[gate], EXPERTS=num_experts,
+        source, device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages, GATE=GATES[gate],
+        EXPERTS=num_experts, **macros,
     )
 
 
@@ -85,11 +95,12 @@ def multiply(
     out = torch.empty((num_rows, outputs), dtype=torch.bfloat16, device=rows.device)
     if not num_rows:
         return out
-    call = _Call(
-        x_scales=address_of(x_scales), scales=weight.scales.data_ptr(), bias=address_of(bias), ends=ends.data_ptr(),
-        out=out.data_ptr(), outputs=outputs, inputs=rows.shape[1], words=weight.scales.shape[1] // 4,
-        limit=gated.limit, alpha=gated.alpha, up_offset=gated.up_offset,
-    )
+    about = {
+        "scales": weight.scales.data_ptr(), "bias": address_of(bias), "ends": ends.data_ptr(), "out": out.data_ptr(),
+        "outputs": outputs, "inputs": rows.shape[1], "words": weight.scales.shape[1] // 4,
+        "limit": gated.limit, "alpha": gated.alpha, "up_offset": gated.up_offset,
+    }
+    call = _Call(**about) if x_scales is None else _RoundedCall(**about, x_scales=x_scales.data_ptr())
     width = 64 * tile.groups
     tiles = count_tiles(num_rows, tile.rows, len(ends)) * ceil_div(outputs, width // 2 if gated.kind else width)
     find_kernel(tile, gated.kind, len(ends), rows.device).launch(
