@@ -182,7 +182,8 @@ def test_nothing_changes_what_is_said(
 
 
 def test_captured_steps(served: tuple[Path, list[list[int]], list[list[int]]]):
-    compare(served[0], served[1], greedy(NEW_TOKENS), NARROW | {"max_step_tokens": 101})
+    """As with caches in 8 bits, a last bit may become larger; here it may also choose another entry of equal score."""
+    compare(served[0], served[1], greedy(NEW_TOKENS), NARROW | {"max_step_tokens": 101}, error=0.1)
 
 
 def test_where_they_cannot_be(served: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path):
