@@ -73,7 +73,7 @@ class _RoundedCall(_Call):
 @cache_compiled
 def find_kernel(tile: Tile, gate: str, num_experts: int, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    source, macros = ("mxfp4_rounded", {"BOX": tile.box}) if tile.is_fp8 else ("mxfp4_product", {})
+    source, macros = ("mxfp4_rounded", {"BOX": tile.box, "FP8": 1}) if tile.is_fp8 else ("mxfp4_product", {})
     return load_kernel(
         source, device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages, GATE=GATES[gate],
         EXPERTS=num_experts, **macros,
