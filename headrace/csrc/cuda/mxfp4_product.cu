@@ -41,6 +41,11 @@ struct Call {
 #include "weight_rows.cuh"
 #include "mxfp4_steps.cuh"
 
+constexpr int PRODUCTS = 4;  // of 16 inputs each in half a step
+constexpr uint32 HIGH = X_BYTES / 2 / 16;  // from inputs 0 to 64 of a stage, as operands count
+constexpr bool SHIFTS = true;  // codes of odd inputs to where those of even ones are
+#include "mxfp4_sums.cuh"
+
 // The warp that copies: the stages of all tiles of this block.
 __device__ __forceinline__ void fetch_tiles(
     const Call &call, const TensorMap *x_map, const TensorMap *code_map, Ring &ring
@@ -70,33 +75,11 @@ __device__ __forceinline__ void fetch_tiles(
   }
 }
 
-// Four products of 16 inputs each, with rows of x [ROWS, 64], of which the first N count.
-template <int N>
-__device__ __forceinline__ void multiply_half(float (&sums)[ROWS / 2], uint32 (&a)[4][4], uint64 rows) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) pin(a[i / 4][i % 4]);  // nothing is decoded behind the fence
-  begin_products();
-#pragma unroll
-  for (int piece = 0; piece < 4; ++piece) multiply<N>(sums, a[piece], rows + 2 * piece, 1);
-  commit_products();
-}
-
-// words[piece][half]: bytes of row 8 * half, inputs 16 * piece + lane % 4 * 4 + {0, 1, 2, 3} in their low halves, and
-// 64 further in their high ones. Even inputs are the bytes 0 and 2; odd ones are there once words are shifted.
-struct Codes {
-  uint32 words[4][2], odd[4][2], scales[2];
-
-  __device__ __forceinline__ void shift() {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) odd[i / 2][i % 2] = words[i / 2][i % 2] >> 8;
-  }
-};
-
-// Operands of half a stage: LOW or high codes. Two codes are spread to the halves of a register, multiplied by
+// Operands of half a step: LOW or high codes. Two codes are spread to the halves of a register, multiplied by
 // 2**12 + 2**6 (high codes: 2**8 + 2**2), which puts the sign at bit 15 and the rest at bits 8 to 6, and cleared of
 // other bits: bfloat16 numbers 2**126 too small, which the powers make good.
 template <bool LOW>
-__device__ __forceinline__ void decode_all(uint32 (&a)[4][4], const Codes &codes) {
+__device__ __forceinline__ void decode_all(Half &a, const Codes &codes) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // a step's four scales as exponents of bfloat16: inputs 0 and 64 on, 32 and 96 on
@@ -115,79 +98,6 @@ __device__ __forceinline__ void decode_all(uint32 (&a)[4][4], const Codes &codes
   }
 }
 
-// Codes and scales of a step, of a stage that is there. Beyond the last step what was there before is read, and not
-// used.
-__device__ __forceinline__ void read_codes(
-    Codes &codes, const Scales &scales, int stage, const Place &place, int step
-) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(codes.words[2 * i][0]), "=r"(codes.words[2 * i][1]), "=r"(codes.words[2 * i + 1][0]),
-                   "=r"(codes.words[2 * i + 1][1])
-                 : "r"(place.codes[i] + stage * CODE_BYTES));
-  scales.get(step, codes.scales);
-}
-
-// The stage of the next step's codes has been waited for, that of the step after it is. In the first step nothing is on
-// its way: a wait there would let ptxas think that products of other loops may be, and keep their registers.
-template <int N, bool IS_FIRST>
-__device__ __forceinline__ void add_step(
-    float (&sums)[ROWS / 2], uint32 (&low)[4][4], uint32 (&high)[4][4], Codes &codes, Window &window,
-    const Place &place, Scales &scales, int step, int steps
-) {
-  uint64 rows = place.rows_of(window.at);
-  if (!AHEAD) read_codes(codes, scales, window.at, place, step);
-  codes.shift();
-  if (!IS_FIRST) wait_products<1>();  // those with low codes of the step before
-  decode_all<true>(low, codes);
-  multiply_half<N>(sums, low, rows);
-  if (!IS_FIRST) {
-    wait_products<1>();
-    window.leave(window.before, place.leads);  // all products of the step before have ended
-  }
-  decode_all<false>(high, codes);
-  if (AHEAD) read_codes(codes, scales, window.next, place, step + 1);
-  multiply_half<N>(sums, high, rows + X_BYTES / 2 / 16);
-  if (AHEAD)
-    window.await_further(step + 2 < steps);
-  else
-    window.await(window.next, step + 1 < steps);
-  scales.advance(step + AHEAD);
-  window.advance();
-}
-
-// The sums of a tile with at most N rows.
-template <int N>
-__device__ __forceinline__ void add_up(
-    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int steps
-) {
-  uint32 low[4][4], high[4][4];
-  Codes codes = {};
-  window.await(window.at, 1);
-  if (AHEAD) {
-    window.await(window.next, steps > 1);
-    read_codes(codes, scales, window.at, place, 0);
-  }
-  add_step<N, true>(sums, low, high, codes, window, place, scales, 0, steps);
-#pragma unroll 1
-  for (int step = 1; step < steps; ++step)
-    add_step<N, false>(sums, low, high, codes, window, place, scales, step, steps);
-  wait_products<0>();
-  fence_sums(sums);
-  window.leave(window.before, place.leads);
-}
-
-// The sums of a tile with at most N rows, or of one with more.
-template <int N>
-__device__ __forceinline__ void add_up_rows(
-    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int rows, int steps
-) {
-  if constexpr (N < ROWS)
-    if (rows > N) return add_up_rows<N + GRAIN>(sums, window, place, scales, rows, steps);
-  add_up<N>(sums, window, place, scales, steps);
-}
-
 struct Work {  // of a block: its tile number `index`, and what its thread needs of it
   Tile tile;
   int own[2];  // rows of the weight of this thread, 8 apart in the tile; -1 beyond the expert's
@@ -197,13 +107,7 @@ struct Work {  // of a block: its tile number `index`, and what its thread needs
     is_there = find_tile<ROWS, OUTPUTS>(call, index, tile);
     if (!is_there) return;
     even_out<ROWS>(call, tile);
-    int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int output = tile.output + (GATE ? warp * 8 + lane / 4 : warp * 16 + lane / 4 + 8 * half);
-      int matrix = tile.expert * (GATE ? 2 : 1) + (GATE ? half : 0);
-      own[half] = output < call.outputs ? matrix * call.outputs + output : -1;
-    }
+    find_rows(call, tile, own);
     scales.begin(call, own, steps);
   }
 };

@@ -43,6 +43,11 @@ struct Call {
 #include "weight_rows.cuh"
 #include "mxfp4_steps.cuh"
 
+constexpr int PRODUCTS = 2;  // of 32 inputs each in half a step
+constexpr uint32 HIGH = 64 / 16;  // from inputs 0 to 64 of a stage, as operands count
+constexpr bool SHIFTS = false;  // all four bytes of a word are decoded at once
+#include "mxfp4_sums.cuh"
+
 // What a tile's first stage says of it, behind the barriers; an expert of -1 ends the work of a block. Found by the warp
 // that copies alone: in the others, its registers would be taken from products.
 __device__ __forceinline__ uint32 notice_of(uint32 bars, int stage) { return bars + 16 * (STAGES + stage); }
@@ -87,36 +92,6 @@ __device__ __forceinline__ void fetch_tiles(
   }
 }
 
-// Operands of half a step: of two products of 32 inputs four registers each.
-using Half = uint32[2][4];
-
-// The products of half a step with rows of x, of which the first N count.
-template <int N>
-__device__ __forceinline__ void multiply_half(float (&sums)[ROWS / 2], Half &a, uint64 rows) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) pin(a[i / 4][i % 4]);  // nothing is decoded behind the fence
-  begin_products();
-#pragma unroll
-  for (int nth = 0; nth < 2; ++nth) multiply<N>(sums, a[nth], rows + 2 * nth, 1);
-  commit_products();
-}
-
-// words[piece][half]: bytes of row 8 * half, inputs 16 * piece + lane % 4 * 4 + {0, 1, 2, 3} in their low halves, and
-// 64 further in their high ones.
-struct Codes {
-  uint32 words[4][2], scales[2];
-
-  // Of a step, of a stage that is there. Beyond the last step what was there before is read, and not used.
-  __device__ __forceinline__ void read(const Scales &from, int stage, const Place &place, int step) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[2 * i][0]), "=r"(words[2 * i][1]), "=r"(words[2 * i + 1][0]), "=r"(words[2 * i + 1][1])
-                   : "r"(place.codes[i] + stage * CODE_BYTES));
-    from.get(step, scales);
-  }
-};
-
 // The least power as scales keep it, 253 above its exponent, and twelve below the exponent of what becomes of it.
 constexpr uint32 LOWEST = 253 - 26;
 constexpr float UNIT = 1.0f / 4096;
@@ -154,63 +129,6 @@ __device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[ROWS 
     }
 }
 
-// The stage of the next step's codes has been waited for, that of the step after it is. In the first step nothing is on
-// its way: a wait there would let ptxas think that products of other loops may be, and keep their registers.
-template <int N, bool IS_FIRST>
-__device__ __forceinline__ void add_step(
-    float (&sums)[ROWS / 2], Half &low, Half &high, Codes &codes, Window &window, const Place &place, Scales &scales,
-    int step, int steps
-) {
-  uint64 rows = place.rows_of(window.at);
-  if (!AHEAD) codes.read(scales, window.at, place, step);
-  if (!IS_FIRST) wait_products<1>();  // those with low codes of the step before
-  decode_all<true>(low, codes);
-  multiply_half<N>(sums, low, rows);
-  if (!IS_FIRST) {
-    wait_products<1>();
-    window.leave(window.before, place.leads);  // all products of the step before have ended
-  }
-  decode_all<false>(high, codes);
-  if (AHEAD) codes.read(scales, window.next, place, step + 1);
-  multiply_half<N>(sums, high, rows + 64 / 16);  // inputs 64 and on, as operands count
-  if (AHEAD)
-    window.await_further(step + 2 < steps);
-  else
-    window.await(window.next, step + 1 < steps);
-  scales.advance(step + AHEAD);
-  window.advance();
-}
-
-// The sums of a tile with at most N rows.
-template <int N>
-__device__ __forceinline__ void add_up(
-    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int steps
-) {
-  Half low, high;
-  Codes codes = {};
-  if (AHEAD) {
-    window.await(window.next, steps > 1);
-    codes.read(scales, window.at, place, 0);
-  }
-  add_step<N, true>(sums, low, high, codes, window, place, scales, 0, steps);
-#pragma unroll 1
-  for (int step = 1; step < steps; ++step)
-    add_step<N, false>(sums, low, high, codes, window, place, scales, step, steps);
-  wait_products<0>();
-  fence_sums(sums);
-  window.leave(window.before, place.leads);
-}
-
-// The sums of a tile with at most N rows, or of one with more.
-template <int N>
-__device__ __forceinline__ void add_up_rows(
-    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int rows, int steps
-) {
-  if constexpr (N < ROWS)
-    if (rows > N) return add_up_rows<N + GRAIN>(sums, window, place, scales, rows, steps);
-  add_up<N>(sums, window, place, scales, steps);
-}
-
 // The tile whose first stage comes next.
 __device__ __forceinline__ void find_next(Tile &tile, const Window &window) {
   window.await(window.at, 1);
@@ -219,21 +137,6 @@ __device__ __forceinline__ void find_next(Tile &tile, const Window &window) {
                : "r"(notice_of(window.bars, window.at)) : "memory");
 }
 
-// Rows of the weight of this thread, 8 apart in a tile; -1 beyond the expert's.
-struct Own {
-  int rows[2];
-
-  __device__ __forceinline__ Own(const Call &call, const Tile &tile) {
-    int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int output = tile.output + (GATE ? warp * 8 + lane / 4 : warp * 16 + lane / 4 + 8 * half);
-      int matrix = tile.expert * (GATE ? 2 : 1) + (GATE ? half : 0);
-      rows[half] = output < call.outputs ? matrix * call.outputs + output : -1;
-    }
-  }
-};
-
 // The warps that multiply.
 __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &ring) {
   int steps = (call.inputs + DEPTH - 1) / DEPTH;
@@ -241,8 +144,9 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
   Scales scales;
   Place place(ring);
   Tile tile, next;
+  int own[2];
   find_next(tile, window);
-  if (tile.expert >= 0) scales.begin(call, Own(call, tile).rows, steps);
+  if (tile.expert >= 0) find_rows(call, tile, own), scales.begin(call, own, steps);
 #pragma unroll 1
   for (; tile.expert >= 0; tile = next) {
     float sums[ROWS / 2] = {};
@@ -250,9 +154,10 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
     int rows = __reduce_max_sync(~0u, tile.last - tile.first);
     add_up_rows<LEAST>(sums, window, place, scales, rows, steps);
     find_next(next, window);
-    if (next.expert >= 0) scales.begin(call, Own(call, next).rows, steps);  // on their way while this tile ends
+    if (next.expert >= 0) find_rows(call, next, own), scales.begin(call, own, steps);  // on their way while this tile ends
     scale_rows(call, sums, tile);
-    finish<false>(call, sums, tile, Own(call, tile).rows, threadIdx.x / 32 - 4, call.outputs);
+    find_rows(call, tile, own);
+    finish<false>(call, sums, tile, own, threadIdx.x / 32 - 4, call.outputs);
   }
 }
 
