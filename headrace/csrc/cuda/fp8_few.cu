@@ -250,7 +250,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
   }
   // the map itself comes from memory as well
-  if (threadIdx.x == MATH) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+  if (threadIdx.x == MATH) prefetch_map(&map);
   for (int at = threadIdx.x; at < call.x_blocks * X_BLOCK / 16; at += THREADS) x_memory[at] = uint4{0, 0, 0, 0};
   for (int at = threadIdx.x; at < call.x_blocks * COLUMNS; at += THREADS) x_scales[at] = 0.f;
   for (int at = threadIdx.x; at < MOST_PAIRS * MOST_TOKENS; at += THREADS) s.pairs[at / MOST_TOKENS][at % MOST_TOKENS] = -1;

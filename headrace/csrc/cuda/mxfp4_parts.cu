@@ -130,7 +130,7 @@ struct Copier {
   __device__ __forceinline__ void run(Ring &ring, const Plan &plan) const {
     int steps = (call.inputs + DEPTH - 1) / DEPTH, ahead = 0;
     Tile tile;
-    asm volatile("prefetch.tensormap [%0];" ::"l"(x_map) : "memory");  // it comes from memory as well
+    prefetch_map(x_map);  // it comes from memory as well
     if (take_tile(call, plan, blockIdx.x, tile)) {
       ahead = min(steps, STAGES);
       for (int step = 0; step < ahead; ++step) copy_codes(ring, step, tile, step);
