@@ -152,6 +152,13 @@ def is_few(num_tokens: int, top_k: int, num_experts: int, most_each: int = MOST_
     return num_tokens * top_k <= most_each * num_experts
 
 
+def count_rows(num_tokens: int, top_k: int, num_experts: int) -> float:
+    """So many pairs nearly every expert has at most: the mean, and two standard deviations if tokens chose
+    independently (Poisson)."""
+    each = num_tokens * top_k / num_experts
+    return each + 2 * each**0.5
+
+
 HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
 OWN_EXPERTS.add("reference", "headrace.kernels.moe.reference:own_experts", doc="plain torch")

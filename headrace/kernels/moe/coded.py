@@ -17,7 +17,7 @@ import triton.language as tl
 from headrace.kernels.coded_linear.device_codes import BLOCK
 from headrace.kernels.coded_linear.pieces import find_constants, multiply, point_at
 from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import CodedStack
+from headrace.kernels.moe import CodedStack, count_rows
 from headrace.kernels.moe.experts import BLOCK_SUM, FEW_TOKENS, MANY_ROWS, _find_rows
 from headrace.kernels.moe.triton import group_pairs
 from headrace.kernels.rowwise import Gate
@@ -49,8 +49,8 @@ class Tile:
 @cache
 def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool) -> Tile:
     """As `experts.choose_tile`: enough rows for all pairs of nearly every expert."""
-    each = num_tokens * top_k / num_experts
-    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or each + 2 * each**0.5 <= FEW_TOKENS else MANY_ROWS
+    most = count_rows(num_tokens, top_k, num_experts)
+    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or most <= FEW_TOKENS else MANY_ROWS
     if not is_half:
         return Tile(rows, 32, 4, 2)
     if rows == FEW_TOKENS:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from headrace.kernels.coded_linear.pieces import load_rows
 from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import Stacked
+from headrace.kernels.moe import Stacked, count_rows
 from headrace.kernels.moe.triton import find_tile, group_pairs
 from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES, apply_gate
@@ -45,9 +45,8 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool)
     """Enough rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: fewer
     than 64 outputs are slower even where only they would occupy all SMs. Only three tiles, all used by decode steps of
     up to 512 rows: other steps need no further compilation."""
-    # pairs of an expert: the mean, and two standard deviations if tokens chose independently (Poisson)
-    each = num_tokens * top_k / num_experts
-    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or each + 2 * each**0.5 <= FEW_TOKENS else MANY_ROWS
+    most = count_rows(num_tokens, top_k, num_experts)
+    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or most <= FEW_TOKENS else MANY_ROWS
     if not is_half:
         return Tile(rows, 32, 32, 4, 2)
     if rows == FEW_TOKENS:

@@ -18,7 +18,7 @@ from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import DEPTH, Gated, Sorted, Tile, multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import CodedStack, coded
+from headrace.kernels.moe import CodedStack, coded, count_rows
 from headrace.kernels.moe.experts import BLOCK_SUM, FEW_TOKENS, _sum_kernel
 from headrace.kernels.moe.triton import group_pairs
 from headrace.kernels.rowwise import Gate
@@ -90,8 +90,7 @@ def _gather(
 def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, is_fp8: bool) -> tuple[Tile, Tile]:
     """Of gate and up, and of down: enough rows for all pairs of nearly every expert, so that few matrices are read
     twice. Measured on an H200 with up to 256 tokens of gpt-oss-20b and Qwen3-30B-A3B, and 64 of DeepSeek-V4."""
-    each = num_tokens * top_k / num_experts
-    most = each + 2 * each**0.5
+    most, each = count_rows(num_tokens, top_k, num_experts), num_tokens * top_k / num_experts
     rows = next((rows for rows in (8, 16, 32) if most <= rows), 32 if each <= 40 else 64)
     return Tile(rows, 128, 3, num_warps=8) if is_fp8 else Tile(rows, 64, 4), Tile(rows, 128, 4)
 

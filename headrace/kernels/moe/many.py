@@ -16,7 +16,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.fp8_triton import quantise_rows_pdl
 from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.cuda_source import cache_compiled, fallback
-from headrace.kernels.moe import CodedStack, hopper, is_few, parts, sorted_rows
+from headrace.kernels.moe import CodedStack, count_rows, hopper, is_few, parts, sorted_rows
 from headrace.kernels.moe.pair_order import group_pairs
 from headrace.kernels.moe.triton import sum_pairs
 from headrace.kernels.rowwise import Gate
@@ -34,8 +34,7 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Ti
     """Of MXFP4: enough rows for all pairs of nearly every expert, so that few matrices are decoded twice. More would
     leave fewer stages: 250 tokens of gpt-oss-20b, of which some experts have more than 48 rows, take 241 us by tiles of
     48 and 245 of 64; spread evenly 198 and 214."""
-    each = num_tokens * top_k / num_experts
-    most = each + 2 * each**0.5
+    most = count_rows(num_tokens, top_k, num_experts)
     return _tile_of(next((rows for rows in MXFP4_ROWS if most <= rows), MXFP4_ROWS[-1]))
 
 
@@ -45,10 +44,10 @@ def _tile_of(rows: int) -> sorted_rows.Tile:
 
 def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
     """Whether the products here take these stacked codes."""
+    if parts.takes(gate_up, down):
+        return True
     if any(codes.order is not None or codes.has_zeros or codes.in_features % 16 for codes in (gate_up, down)):
         return False
-    if all(codes.code is Code.E2M1 and codes.has_powers and codes.rows == 1 for codes in (gate_up, down)):
-        return True
     if any(codes.code is not Code.E4M3 for codes in (gate_up, down)):
         return False
     if all(codes.num_groups == 1 and len(codes.scales) == codes.out_features for codes in (gate_up, down)):

@@ -33,7 +33,7 @@ from headrace.kernels.cuda_source import (
     load_kernel,
 )
 from headrace.kernels.launch import ceil_div, count_tiles, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import CodedStack
+from headrace.kernels.moe import CodedStack, count_rows
 from headrace.kernels.moe.triton import group_pairs, sum_pairs
 from headrace.kernels.rowwise import Gate
 
@@ -164,8 +164,7 @@ def multiply(
 def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> Tile | None:
     """Enough rows for all pairs of nearly every expert, so that few matrices are read twice; None where other products
     are faster."""
-    each = num_tokens * top_k / num_experts
-    most = each + 2 * each**0.5
+    most = count_rows(num_tokens, top_k, num_experts)
     tile = next((tile for tile in TILES if most <= tile.rows), None)
     if tile is None or count_tiles(num_tokens * top_k, tile.rows, num_experts) > MOST_TILES:
         return None

@@ -15,12 +15,11 @@ import triton.language as tl
 
 from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear import reference
-from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.cuda_source import cache_compiled, fallback
 from headrace.kernels.launch import next_power_of_2, wait_for_previous
-from headrace.kernels.moe import CodedStack, coded_few, is_few, many, sorted_rows
+from headrace.kernels.moe import CodedStack, coded_few, count_rows, is_few, parts, sorted_rows
 from headrace.kernels.moe.pair_order import group_pairs
 from headrace.kernels.moe.triton import sum_pairs
 from headrace.kernels.rowwise import Gate
@@ -88,8 +87,7 @@ def round_rows(x: torch.Tensor, ends: torch.Tensor, *, pdl: bool = True) -> Fp8R
 
 def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Tile:
     """Enough rows for all pairs of nearly every expert, so that few matrices are decoded twice."""
-    each = num_tokens * top_k / num_experts
-    most = each + 2 * each**0.5
+    most = count_rows(num_tokens, top_k, num_experts)
     return next((tile for tile in TILES if most <= tile.rows), TILES[-1])
 
 
@@ -109,7 +107,7 @@ def run_many(
 ) -> torch.Tensor | None:
     """See `ROUNDED_EXPERTS`, for any number of tokens; None where these products do not take the codes."""
     (num_tokens, top_k), num_experts, gated = ids.shape, down[0].out_features // x.shape[1], Gated(*gate)
-    if gate_up[0].code is not Code.E2M1 or not many.takes(gate_up[0], down[0]):
+    if not parts.takes(gate_up[0], down[0]):
         return None
     if not _can_compile(x.device, num_experts, gated.kind):
         return None
