@@ -2,9 +2,9 @@
 
 Starts a server with a small model of Qwen2.5-VL's kind and random weights. Clients stream text all the time; then JPEG
 files of 8 MB, no two alike, are posted beside them, and the gaps between tokens of the same streams are compared.
-``--shape 3b`` is Qwen2.5-VL-3B with fewer layers; ``tiny`` is for a CPU. With ``--targets 0 2 3`` it is done once for
-each ``--inter-token-target-ms``, 0 for none. Images are posted by a process of its own; where there are many CPUs, the
-clients have some to themselves.
+``--shape 3b`` is Qwen2.5-VL-3B with fewer layers, ``7b`` Qwen2.5-VL-7B; ``tiny`` is for a CPU. With ``--targets 0 2 3``
+it is done once for each ``--inter-token-target-ms``, 0 for none. Images are posted by a process of its own; where there
+are many CPUs, the clients have some to themselves.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ SHAPES = {
          "num_key_value_heads": 2},
         {"out_hidden_size": 2048, "depth": 16, "fullatt_block_indexes": [7, 15]},
     ),
+    "7b": ({}, {}),
 }
 JPEGS = 4
 """Files that are made; each post has other bytes behind the end of one, so that none is in a cache."""

@@ -3,7 +3,9 @@
 ``prefix``: a prompt back from the host against computing it, and the rate of copies against that of pinned memory.
 ``offload``: a workload of many prompts with and without (random weights; the cost of writing through). ``turns``:
 conversations of many users whose prefixes are ``--pressure`` times the device's cache: tokens a second, and p50 and
-p99 of the time to the first token, with and without. Weights are random unless the options say otherwise.
+p99 of the time to the first token, with and without; some at a time, or at the same rate of requests for both
+(``--rate``), since what serves faster is asked more by users who wait for answers. Weights are random unless the
+options say otherwise.
 """
 
 from __future__ import annotations
@@ -149,20 +151,47 @@ def run_offload(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
         )
 
 
+class Turns:
+    """Who may begin a turn: so many at a time, or one whenever a request arrives, at random times of a mean rate, the
+    same for the same seed. Users that wait are served in order."""
+
+    def __init__(self, concurrency: int, rate: float, count: int):
+        self._rate, self._count = rate, count
+        self._arrived: asyncio.Queue[float | None] = asyncio.Queue()
+        for _ in range(0 if rate else concurrency):
+            self._arrived.put_nowait(None)
+
+    async def arrive(self) -> None:
+        """Let the requests arrive; returns at once without a rate."""
+        rng, due = Random(0), time.perf_counter()
+        for _ in range(self._count if self._rate else 0):
+            due += rng.expovariate(self._rate)
+            await asyncio.sleep(due - time.perf_counter())
+            self._arrived.put_nowait(due)
+
+    async def begin(self) -> float:
+        """When the turn that begins now was asked for."""
+        return await self._arrived.get() or time.perf_counter()
+
+    def end(self) -> None:
+        """A turn has ended."""
+        if not self._rate:
+            self._arrived.put_nowait(None)
+
+
 async def converse(
-    llm: AsyncLLM, rng: Random, vocab: int, arguments: argparse.Namespace, seats: asyncio.Semaphore,
-    firsts: list[list[float]]
+    llm: AsyncLLM, rng: Random, vocab: int, arguments: argparse.Namespace, turns: Turns, firsts: list[list[float]]
 ) -> None:
     """One user: each turn sends all that was said before. ``firsts``: times to the first token of each turn."""
     known = draw_prompt(rng, vocab, arguments.prompt_len)
     for turn in range(arguments.turns):
-        async with seats:
-            began, count = time.perf_counter(), 0
-            async for output in llm.generate({"prompt_token_ids": known}, params(arguments.output_len)):
-                ids = output.outputs[0].token_ids
-                if not count and ids:
-                    firsts[turn].append(time.perf_counter() - began)
-                count = len(ids)
+        began, count = await turns.begin(), 0
+        async for output in llm.generate({"prompt_token_ids": known}, params(arguments.output_len)):
+            ids = output.outputs[0].token_ids
+            if not count and ids:
+                firsts[turn].append(time.perf_counter() - began)
+            count = len(ids)
+        turns.end()
         known = known + list(ids) + draw_prompt(rng, vocab, arguments.turn_len)
 
 
@@ -183,18 +212,19 @@ async def run_turns(arguments: argparse.Namespace, options: dict[str, Any]) -> N
     async with AsyncLLM(folder_of(arguments.model), skip_tokenizer=True, **options) as llm:
         assert llm.facts is not None
         vocab, firsts = llm.facts.vocab_size, [list[float]() for _ in range(arguments.turns)]
-        seats = asyncio.Semaphore(arguments.concurrency)
+        turns = Turns(arguments.concurrency, arguments.rate, arguments.users * arguments.turns)
         await asyncio.sleep(arguments.settle)
         began = time.perf_counter()
-        await asyncio.gather(*(
-            converse(llm, Random(user), vocab, arguments, seats, firsts) for user in range(arguments.users)
+        await asyncio.gather(turns.arrive(), *(
+            converse(llm, Random(user), vocab, arguments, turns, firsts) for user in range(arguments.users)
         ))
         seconds, stats = time.perf_counter() - began, await llm.stats()
     requests = arguments.users * arguments.turns
+    load = f"{arguments.rate:g} requests/s" if arguments.rate else f"{arguments.concurrency} at a time"
     print(
         f"{arguments.users} users, {arguments.turns} turns, prefixes {total / ((options['kv_pages'] - 1) * page):.1f} "
-        f"times the cache, host_cache_gb {options.get('host_cache_gb', 0)}: {requests / seconds:.2f} requests/s, "
-        f"{stats.prompt_tokens_total / seconds:.0f} prompt tokens/s, first token "
+        f"times the cache, host_cache_gb {options.get('host_cache_gb', 0)}, {load}: "
+        f"{requests / seconds:.2f} requests/s, {stats.prompt_tokens_total / seconds:.0f} prompt tokens/s, first token "
         f"{describe_times([t for turn in firsts for t in turn])}, by turns "
         f"{'; '.join(describe_times(turn) for turn in firsts)}; from the third turn on, beside which no first runs, "
         f"{describe_times([t for turn in firsts[2:] for t in turn] or firsts[-1])}; cached "
@@ -216,6 +246,7 @@ def main() -> None:
     ):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     parser.add_argument("--pressure", type=float, default=4.0)
+    parser.add_argument("--rate", type=float, default=0.0, help="turns a second, at random times; 0: --concurrency")
     parser.add_argument("--settle", type=float, default=0.0, help="seconds in which memory is pinned, before turns")
     arguments = parser.parse_args()
     options = {"load_format": "dummy", "dtype": "bfloat16", **json.loads(arguments.options)}
