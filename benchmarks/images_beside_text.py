@@ -51,7 +51,7 @@ SHAPES = {
          "num_key_value_heads": 2},
         {"out_hidden_size": 2048, "depth": 16, "fullatt_block_indexes": [7, 15]},
     ),
-    "7b": ({}, {}),
+    "7b": ({"num_hidden_layers": 28}, {}),
 }
 JPEGS = 4
 """Files that are made; each post has other bytes behind the end of one, so that none is in a cache."""
