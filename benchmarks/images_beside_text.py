@@ -1,10 +1,10 @@
 """How large images delay the streams of others: ``python -m benchmarks.images_beside_text [--device cpu]``.
 
-Starts a server with a small model of Qwen2.5-VL's kind and random weights. Clients stream text all the time; then JPEG
-files of 8 MB, no two alike, are posted beside them, and the gaps between tokens of the same streams are compared.
-``--shape 3b`` is Qwen2.5-VL-3B with fewer layers, ``7b`` Qwen2.5-VL-7B; ``tiny`` is for a CPU. With ``--targets 0 2 3``
-it is done once for each ``--inter-token-target-ms``, 0 for none. Images are posted by a process of its own; where there
-are many CPUs, the clients have some to themselves.
+Starts a server with a model of Qwen2.5-VL's kind and random weights. Clients stream text all the time; then JPEG files
+of 8 MB, no two alike, are posted beside them, and the gaps between tokens of the same streams are compared. ``--shape
+7b`` is Qwen2.5-VL-7B, ``3b`` a model with fewer layers, whose steps are so short that the HTTP process and the clients
+bound them; ``tiny`` is for a CPU. With ``--targets 0 2 3`` it is done once for each ``--inter-token-target-ms``, 0 for
+none. Images are posted by a process of its own; where there are many CPUs, the clients have some to themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import http.client
 import io
 import json
 import os
+import random
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -105,10 +106,12 @@ class Streams:
 
     async def run(self, number: int) -> None:
         """One client; ends when it is cancelled."""
+        rng = random.Random(number)  # streams of one length would all begin again at once
         for turn in range(1_000_000):
+            count = rng.randint(self._num_tokens // 2, 3 * self._num_tokens // 2)
             body = {
                 "model": "default", "messages": [{"role": "user", "content": f"{number} {turn} and so on"}],
-                "max_tokens": self._num_tokens, "ignore_eos": True, "stream": True, "temperature": 1.0,
+                "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 1.0,
             }
             reader, writer = await post(self._port, json.dumps(body).encode())
             try:
@@ -235,9 +238,9 @@ def share_cpus(num_clients: int) -> tuple[set[int], set[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", default="3b", choices=list(SHAPES))
+    parser.add_argument("--shape", default="7b", choices=list(SHAPES))
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=200, help="of a stream; another one follows")
+    parser.add_argument("--tokens", type=int, default=200, help="of a stream, or half as many more or less")
     parser.add_argument("--megabytes", type=float, default=8.0)
     parser.add_argument("--every", type=float, default=0.5, help="seconds between images")
     parser.add_argument("--warm-up", type=float, default=2.0)

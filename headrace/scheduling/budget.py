@@ -85,10 +85,11 @@ ENCODER_SHARE = 0.5
 """Share of the time beside decodes that encoders may take, so that text prompts need not wait for images."""
 
 
-MEDIA_CHUNK = 512
+MEDIA_CHUNK = 128
 """Tokens of prompts with media in a step with decodes, for each such prompt. Decodes and what is encoded are among
-them, as a placeholder takes about as long to encode as to compute. Steps of so many are captured with media, and take a
-few milliseconds. A whole prompt of an image would be launched kernel by kernel, while two results wait."""
+them, as a placeholder takes about as long to encode as to compute. Steps of so many are captured with media, and take
+little longer than those of decodes: reading the weights takes as long as multiplying them. A whole prompt of an image
+would hold up decodes for as long as ten of their steps."""
 
 
 class Spans(Protocol):

@@ -31,8 +31,9 @@ class EncoderLimits:
     model_tokens: int
 
 
-BESIDE_TOKENS = 256
-"""Placeholders' worth of encoding in a step with decodes, for each item that waits: one to two milliseconds on a GPU.
+BESIDE_TOKENS = 128
+"""Placeholders' worth of encoding in a step with decodes, for each item that waits: about a millisecond on a GPU, less
+than what a short prompt adds to a step. The first step of a batch, which also sends its pixels, has half of that.
 """
 
 Key = tuple[str, bytes]
@@ -171,13 +172,15 @@ class EncoderAccount:
         if not request.media:
             return
         pinned = self._pinned.setdefault(request, {})
-        for index, item in enumerate(request.media):
-            place = item.place
-            if not _is_covered(place, begin, end):
-                continue
+        places = {i: item.place for i, item in enumerate(request.media) if _is_covered(item.place, begin, end)}
+        for index in places.keys() - pinned.keys():  # first: room for the others must not be made of what is known
+            if (known := self._find_known(request, index)) is not None:
+                pinned[index] = known
+                known.pins += 1
+        for index, place in places.items():
             output = pinned.get(index)
-            if output is None:
-                output = pinned[index] = self._find(_key(request, item.place)) or self._encode(request, index)
+            if output is None:  # as an earlier one of the chunk may have the same content, it may be known by now
+                output = pinned[index] = self._find_known(request, index) or self._encode(request, index)
                 output.pins += 1
             self._uses.append(MediaUse(request.row, index, output.key))
             if place.end <= end:
@@ -258,7 +261,8 @@ class EncoderAccount:
         batch = self._batch
         if batch is not None:
             size = batch.num_tokens / self._most_pieces
-            count = min(batch.num_left, max(1, int((most - whole) / size)))
+            count = int((most - whole) / size) // (2 if self._begun else 1)
+            count = min(batch.num_left, max(1, count))
             self._advance(batch, count)
             # the tensors of what is unfinished stay, and leave less memory to others
             room = self._limits.step_tokens - (batch.num_tokens if batch.num_left else 0)
@@ -296,7 +300,8 @@ class EncoderAccount:
     def _count_kept(self) -> int:
         return sum(output.num_tokens for output in self._outputs.values() if output.is_kept)
 
-    def _find(self, key: Key) -> _Output | None:
+    def _find_known(self, request: Request, index: int) -> _Output | None:
+        key = _key(request, request.media[index].place)
         output = self._outputs.pop(key, None)
         if output is not None:
             self._outputs[key] = output  # used last
