@@ -183,7 +183,7 @@ CASES: dict[str, list[Find]] = {
     ],
     "streams_groups": [
         partial(streams_groups.find_kernel, width, DEVICE, writes=writes, ranks=ranks)
-        for width, writes, ranks in ((4096, False, 1), (7168, True, 2))
+        for width, writes, ranks in ((4096, False, 1), (4096, True, 1), (7168, True, 2))
     ],
     "tiled_block": each(
         tiled_block.find_kernel,

@@ -239,11 +239,11 @@ def test_groups_exchange_sums_anew_in_each_call(width: int):
 def test_groups_are_divided_among_blocks_that_run_at_once():
     from headrace.kernels.streams import groups
 
-    assert [groups.choose_warps(width, 132) for width in (512, 4096, 7168)] == [4, 4, 7]
+    assert [groups.choose_warps(width, 132) for width in (512, 4096, 7168)] == [8, 8, 14]
     assert groups.choose_warps(4096, 114) is None, "not all blocks run at once"
     assert groups.choose_warps(4096 + 32, 132) is None, "no whole blocks"
-    # beside 168 registers a thread, two blocks of which fit
-    assert groups.count_shared_bytes(4) <= 48 << 10 and groups.count_shared_bytes(7) <= 100 << 10
+    # beside 96 registers a thread, of which two blocks of 9 warps fit
+    assert groups.count_shared_bytes(8) <= 52 << 10 and groups.count_shared_bytes(14) <= 100 << 10
 
 
 def test_each_stream_of_a_device_has_a_place_to_exchange_sums(monkeypatch):

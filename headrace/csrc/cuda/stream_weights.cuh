@@ -31,7 +31,12 @@ __device__ __forceinline__ float reciprocal(float x) {  // within 1 ulp
   return y;
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + expf(-x)); }
+
+// The product of two vectors and one more number, in the order of the shortest chain behind `b`.
+__device__ __forceinline__ float multiply_add(float a0, float a1, float a2, float a3, const float (&b)[S], float more) {
+  return fmaf(a2, b[2], fmaf(a0, b[0], more)) + fmaf(a3, b[3], a1 * b[1]);
+}
 
 // Reciprocals of sums, of two at a time: one takes a warp's unit for them eight cycles.
 __device__ __forceinline__ void invert(const float (&sums)[S], float (&shares)[S]) {
@@ -71,19 +76,13 @@ __device__ __forceinline__ void balance(const Call &call, float own, int64 token
   for (int pass = 0; pass < call.iterations; pass++) {
     if (pass) {
 #pragma unroll
-      for (int i = 0; i < S; i++) {
-        row_sums[i] *= call.eps;
-#pragma unroll
-        for (int j = 0; j < S; j++) row_sums[i] += mix[i][j] * columns[j];
-      }
+      for (int i = 0; i < S; i++)
+        row_sums[i] = multiply_add(mix[i][0], mix[i][1], mix[i][2], mix[i][3], columns, row_sums[i] * call.eps);
       invert(row_sums, rows);
     }
 #pragma unroll
-    for (int j = 0; j < S; j++) {
-      column_sums[j] *= call.eps;
-#pragma unroll
-      for (int i = 0; i < S; i++) column_sums[j] += mix[i][j] * rows[i];
-    }
+    for (int j = 0; j < S; j++)
+      column_sums[j] = multiply_add(mix[0][j], mix[1][j], mix[2][j], mix[3][j], rows, column_sums[j] * call.eps);
     invert(column_sums, columns);
   }
   if (lane >= S && lane < 2 * S) call.new_post[token * S + lane - S] = post;

@@ -22,10 +22,11 @@ from headrace.kernels.streams.few import describe_call, is_summable
 TOKENS, GROUPS = 16, 4
 """Tokens of a group of blocks, and groups of a call at most."""
 MOST_TOKENS = TOKENS * GROUPS
-WARPS = (4, 7)
-"""Warps of a block, of 32 columns each: the first with which all blocks of all groups run at once."""
-ROW = 36
-"""Sums of a token, as in the source: 24 of its weights, 10 of pairs of streams, two of no meaning."""
+WARPS, WARP_COLUMNS = (8, 14), 16
+"""Warps of a block, of so many columns each: the first with which all blocks of all groups run at once."""
+WARP_BYTES, TOKEN_BYTES = 4 * 24 * 4 * WARP_COLUMNS, 4 * (20 + 16 + 4 + 1)
+"""Shared memory, as in the source: of a warp its weights; of a token weights of what is pending, sums, weights of
+streams and the norm's factor."""
 SLOTS = 16
 """Streams of the device that may call. Hazard: of calls at once all blocks must run at once, or they wait for each
 other until the launch fails, some ten minutes later."""
@@ -39,14 +40,15 @@ _numbers: defaultdict[int | None, count[int]] = defaultdict(count)
 def choose_warps(width: int, num_sms: int) -> int | None:
     """Warps of a block; None where blocks do not divide the hidden size, or would not all run at once."""
     for warps in WARPS:
-        if width % (32 * warps) == 0 and GROUPS * width <= 32 * warps * num_sms:
+        columns = WARP_COLUMNS * warps
+        if width % columns == 0 and GROUPS * width <= columns * num_sms:
             return warps
     return None
 
 
 def count_shared_bytes(warps: int) -> int:
-    """``Shared`` of the source: sums of each warp and of all, weights of streams and norms, and half the weights."""
-    return 4 * TOKENS * (warps * ROW + 16 + 4) + 16 * 12 * 32 * warps + 4 * TOKENS
+    """``Shared`` of the source."""
+    return warps * WARP_BYTES + TOKENS * TOKEN_BYTES
 
 
 @cache_compiled
@@ -59,7 +61,7 @@ def find_kernel(width: int, device: torch.device, *, writes: bool, ranks: int = 
     with fallback("hyper-connections of some tens of tokens take two kernels"), torch.cuda.device(device):
         kernel = load_kernel(
             "streams_groups", device, count_shared_bytes(warps), "pass_groups", WARPS=warps,
-            SPLITS=width // (32 * warps), WRITES=int(writes), SLOTS=SLOTS, GROUPS=GROUPS, WORLD=ranks,
+            SPLITS=width // (WARP_COLUMNS * warps), WRITES=int(writes), SLOTS=SLOTS, GROUPS=GROUPS, WORLD=ranks,
             TYPE=TYPES[torch.bfloat16],
         )
         kernel.share_multiprocessors()  # with the kernels before and behind it
@@ -107,7 +109,7 @@ def pass_streams(
     warps, slot = choose_warps(width, count_sms(streams.device)), find_slot(streams.device)
     assert kernel is not None and warps is not None and slot is not None, "see can_run and can_sum"
     call, results = describe_call(streams, pending, mix, norm, shape, ranks)
-    blocks = ceil_div(num_tokens, TOKENS) * width // (32 * warps)
+    blocks = ceil_div(num_tokens, TOKENS) * width // (WARP_COLUMNS * warps)
     kernel.launch(blocks, 32 * warps + 32, call, c_int(slot), is_dependent=True)
     if ranks is not None:
         ranks.meet()
