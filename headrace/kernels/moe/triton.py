@@ -238,19 +238,27 @@ def _sum_pairs_kernel(
     # one program per token and BLOCK columns
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The kernel before made rows of pairs, and others before that one all else, which is there without a wait.
+    places, weights, experts = (), (), ()
+    for choice in tl.static_range(TOP_K):
+        places += (tl.load(place_ptr + token * TOP_K + choice).to(tl.int64),)
+        weights += (tl.load(weights_ptr + token * TOP_K + choice),)
+        experts += (tl.load(ids_ptr + token * TOP_K + choice),)
     wait_for_previous(PDL)
+    rows = ()
+    for choice in tl.static_range(TOP_K):
+        # rows of pairs without an expert are undefined, maybe NaN
+        mask = (column < D) & (experts[choice] >= 0)
+        rows += (tl.load(rows_ptr + places[choice] * D + column, mask=mask, other=0.0),)
     total = tl.zeros([BLOCK], tl.float32)
     # fixed order of choices: the same sum whatever else is in the batch
     for choice in tl.static_range(TOP_K):
-        place = tl.load(place_ptr + token * TOP_K + choice).to(tl.int64)
-        weight = tl.load(weights_ptr + token * TOP_K + choice)
-        expert = tl.load(ids_ptr + token * TOP_K + choice)
-        # rows of pairs without an expert are undefined, maybe NaN
-        mask = (column < D) & (expert >= 0)
-        row = tl.load(rows_ptr + place * D + column, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            row += tl.load(bias_ptr + expert * D + column, mask=mask, other=0.0).to(tl.float32)
-        total += weight * row
+            mask = (column < D) & (experts[choice] >= 0)
+            bias = tl.load(bias_ptr + experts[choice] * D + column, mask=mask, other=0.0).to(tl.float32)
+            total += weights[choice] * (rows[choice].to(tl.float32) + bias)
+        else:
+            total += weights[choice] * rows[choice].to(tl.float32)
     tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
@@ -258,14 +266,15 @@ def sum_pairs(
     rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `SUM_PAIRS`."""
+    """See `SUM_PAIRS`. With ``pdl`` the kernel before made ``rows``, and none since the one before that anything else.
+    """
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
     out = torch.empty((num_tokens, width), dtype=rows.dtype, device=rows.device)
     if num_tokens:
-        block = min(2048, next_power_of_2(width))
+        block = min(1024, next_power_of_2(width))  # 16 bytes a thread, so that all its loads are on their way at once
         _sum_pairs_kernel[(num_tokens, ceil_div(width, block))](
             rows, place, weights, ids, rows if bias is None else bias, out, D=width, TOP_K=top_k,
-            HAS_BIAS=bias is not None, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512), launch_pdl=pdl
+            HAS_BIAS=bias is not None, BLOCK=block, PDL=pdl, num_warps=max(1, block // 256), launch_pdl=pdl
         )
     return out
 
