@@ -105,6 +105,7 @@ CASES: dict[str, list[Find]] = {
     ),
     "expand": each(additions._find_expand, (0, 16), (1, 16), (2, 64)),
     "expand_norm": each(additions._find_norm, (1, 16), (2, 64)),
+    "expand_norm_many": each(additions._find_norm_many, (1, 16, True), (2, 64, True), (1, 16, False)),
     "few_decodes": [
         few_decodes_of(128, 8, BF16, 128, has_norm=True),
         few_decodes_of(64, 16, BF16, 32, interleaved=True, softcap=30.0), few_decodes_of(128, 5, E4M3, 0),

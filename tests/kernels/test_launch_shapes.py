@@ -387,7 +387,7 @@ def test_adapters(hopper: Recording):
                         assert gated(reduced, out, bank, rows, "silu").shape == (count, inner)
                     if len(ends) == 1:
                         normed(reduced, out, torch.empty_like(out), norm, bank, rows)
-    assert set(hopper.own) == {"expand", "expand_norm"}
+    assert set(hopper.own) == {"expand", "expand_norm", "expand_norm_many"}
 
 
 def test_products_with_adapters(hopper: Recording):

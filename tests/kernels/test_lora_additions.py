@@ -138,10 +138,12 @@ def test_additions_before_an_activation(slots: list[int], room: int, most_ranks:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_partials", [0, 1, 3])
 @pytest.mark.parametrize("width, most_ranks", [(4096, 16), (4096, 32), (328, 16), (8192, 16), (4104, 32)], ids=str)
-@pytest.mark.parametrize("slots, room", BATCHES[:5], ids=lambda case: str(len(case)) if isinstance(case, list) else "")
+@pytest.mark.parametrize("slots, room", BATCHES, ids=lambda case: str(len(case)) if isinstance(case, list) else "")
 def test_additions_before_a_norm(
     slots: list[int], room: int, width: int, most_ranks: int, num_partials: int, kind: str
 ):
+    if num_partials and len(slots) > additions.FEW_ROWS:
+        pytest.skip("products of many rows leave no partial sums")
     case = Case(slots, room, (width,), most_ranks, kind)
     residual, norm = case.wide(width), Norm(case.normal(width), 1e-5, 0.5)
     x = case.normal(num_partials, case.size, width).float() if num_partials else case.wide(width)

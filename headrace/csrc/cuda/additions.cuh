@@ -27,6 +27,12 @@ struct Additions {
   int num_blocks, most_ranks, parts, width;
 };
 
+// Of a block of rows, the lane's.
+__device__ __forceinline__ int row_of_lane(const Additions &in, int first, int count) {
+  const int lane = threadIdx.x % 32;
+  return lane < count ? int(in.order[first + lane]) : 0;  // no kernel writes which rows are whose
+}
+
 // Up to 8 rows of an adapter, and which of them a lane has.
 struct Rows {
   int64 slot;
@@ -34,14 +40,16 @@ struct Rows {
   int pair[2];            // the rows that it has in the end
   bool has_own, has[2];
 
-  __device__ __forceinline__ Rows(const Additions &in, int64 slot, int first, int count) : slot(slot) {
-    const int lane = threadIdx.x % 32, c = lane % 4;
-    const int mine = lane < min(count, ROWS) ? int(in.order[first + lane]) : 0;
-    place = first + lane / 4, row = __shfl_sync(~0u, mine, lane / 4), has_own = lane / 4 < count;
+  // Those from `at` on of a block of `count` rows, at most 32, from place `first` on. `mine`: see `row_of_lane`.
+  __device__ __forceinline__ Rows(int64 slot, int first, int count, int mine, int at) : slot(slot) {
+    const int lane = threadIdx.x % 32, c = lane % 4, q = at + lane / 4;
+    place = first + q, row = __shfl_sync(~0u, mine, q), has_own = q < count;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      pair[half] = __shfl_sync(~0u, mine, 2 * c + half), has[half] = 2 * c + half < count;
+      pair[half] = __shfl_sync(~0u, mine, at + 2 * c + half), has[half] = at + 2 * c + half < count;
   }
+  __device__ __forceinline__ Rows(const Additions &in, int64 slot, int first, int count)
+      : Rows(slot, first, count, row_of_lane(in, first, min(count, ROWS)), 0) {}
 };
 
 // The lane's words of `b` for the ranks from `rank` on, and its eight columns from `column` on.

@@ -2,8 +2,9 @@
 // come, so that a sender waits for nothing, where a barrier of the cluster would have it wait for all that it has stored
 // in global memory. After a source's uint32.
 //
-// A barrier has one phase. `expect_sums`, `publish_barriers`, then arrive at the cluster's barrier (relaxed), and wait for
-// that before the first `send`: all barriers are there then. No block may end before it has all that others send it.
+// A barrier has one phase, unless bytes are expected anew. `expect_sums`, `publish_barriers`, then arrive at the cluster's
+// barrier (relaxed), and wait for that before the first `send`: all barriers are there then. No block may end before it
+// has all that others send it.
 
 __device__ __forceinline__ void expect_sums(uint32 bar, uint32 bytes) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
@@ -27,8 +28,8 @@ __device__ __forceinline__ void send(uint32 to, uint32 bar, int block, float4 v)
                ::"r"(to), "r"(bar), "r"(block), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_sums(uint32 bar) {
+__device__ __forceinline__ void wait_for_sums(uint32 bar, uint32 parity = 0) {
   asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-               "@!done bra AGAIN; }" ::"r"(bar) : "memory");
+               "AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
 }

@@ -1,5 +1,5 @@
-"""What adapters add, by own CUDA C++ on Hopper: see ``additions.cuh``, ``expand.cu`` and ``expand_norm.cu``. What these
-do not take, the kernels of Triton do.
+"""What adapters add, by own CUDA C++ on Hopper: see ``additions.cuh``, ``expand.cu``, ``expand_norm.cu`` and
+``expand_norm_many.cu``. What these do not take, the kernels of Triton do.
 
 T rows, N outputs, F gated outputs, D hidden size.
 """
@@ -22,9 +22,11 @@ ROWS, COLUMNS, RANKS = 8, 64, 16
 WARPS = 4
 """Of a block of ``expand.cu``."""
 NORM_WARPS, CLUSTER = 16, 4
-"""Of a block of ``expand_norm.cu``, and blocks of its clusters."""
-MOST_GROUPS, MOST_CLUSTER_ROWS = 2, 512
-"""Most columns of a warp, in 64, and most rows with a norm: for more, Triton's kernel was measured alone."""
+"""Of a block of ``expand_norm.cu`` and ``expand_norm_many.cu``, and blocks of their clusters."""
+MOST_GROUPS, FEW_ROWS = 2, 512
+"""Most columns of a warp with a norm, in 64, and most rows of ``expand_norm.cu``."""
+MOST_BLOCK_ROWS, STAGES = 32, 2
+"""Of ``expand_norm_many.cu``: most rows of a block, and how often it has room for eight of them."""
 
 
 class _Additions(ctypes.Structure):
@@ -58,6 +60,15 @@ class _ExpandNorm(ctypes.Structure):
     )
 
 
+class _ExpandNormMany(ctypes.Structure):
+    """``Call`` of ``expand_norm_many.cu``."""
+
+    _fields_ = (
+        ("added", _Additions), *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        *((name, c_int) for name in ("x_stride", "residual_stride")), ("eps", c_float), ("offset", c_float),
+    )
+
+
 @cache_compiled
 def _find_expand(gate: int, ranks: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
@@ -70,6 +81,16 @@ def _find_expand(gate: int, ranks: int, device: torch.device) -> CudaKernel | No
 def _find_norm(groups: int, ranks: int, device: torch.device) -> CudaKernel | None:
     with fallback("what adapters add before a norm is added by Triton's kernels"):
         return load_kernel("expand_norm", device, GROUPS=groups, MANY=int(ranks > RANKS))
+    return None
+
+
+@cache_compiled
+def _find_norm_many(groups: int, ranks: int, has_x: bool, device: torch.device) -> CudaKernel | None:
+    staged = STAGES * groups * (2 if has_x else 1) * ROWS * NORM_WARPS * COLUMNS * 2
+    with fallback("what adapters add to many rows before a norm is added by Triton's kernels"):
+        return load_kernel(
+            "expand_norm_many", device, staged, GROUPS=groups, MANY=int(ranks > RANKS), HAS_X=int(has_x)
+        )
     return None
 
 
@@ -136,21 +157,31 @@ def expand_add_norm(
     triton.join(rows, x.device)
     count, width = residual.shape
     added, groups = _describe(reduced, bank, rows), ceil_div(width, COLUMNS * NORM_WARPS * CLUSTER)
+    is_few = count <= FEW_ROWS
+    fits = is_few or (x.dim() == 2 and rows.block_rows <= MOST_BLOCK_ROWS)
     takes = (
-        added is not None and count <= MOST_CLUSTER_ROWS and groups <= MOST_GROUPS
+        added is not None and groups <= MOST_GROUPS and fits
         and all(tensor.dtype == torch.bfloat16 for tensor in (residual, norm.weight))
         and x.dtype == (torch.bfloat16 if x.dim() == 2 else torch.float32)
         and _begin_at(8, residual, norm.weight) and _begin_at(8 if x.dim() == 2 else 2, x)
     )
-    kernel = _find_norm(groups, bank.most_ranks, x.device) if takes else None
+    kernel = None
+    if takes and is_few:
+        kernel = _find_norm(groups, bank.most_ranks, x.device)
+    elif takes:
+        kernel = _find_norm_many(groups, bank.most_ranks, True, x.device)
     if added is None or kernel is None:
         return triton.expand_add_norm(reduced, x, residual, norm, bank, rows, pdl=True)
     out = torch.empty((count, width), dtype=residual.dtype, device=x.device)
+    places = (tensor.data_ptr() for tensor in (x, residual, norm.weight, out))
+    if not is_few:
+        many = _ExpandNormMany(added, *places, x.stride(0), residual.stride(0), norm.eps, norm.offset)
+        kernel.launch(CLUSTER * added.num_blocks, 32 * NORM_WARPS, many, is_dependent=True)
+        return out, residual
     per_block = ceil_div(min(rows.block_rows, count), ROWS)
     call = _ExpandNorm(
-        added, x.data_ptr(), residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(),
-        x.stride(0) if x.dim() == 3 else 0, x.stride(-2), residual.stride(0), 0 if x.dim() == 2 else len(x), per_block,
-        norm.eps, norm.offset,
+        added, *places, x.stride(0) if x.dim() == 3 else 0, x.stride(-2), residual.stride(0),
+        0 if x.dim() == 2 else len(x), per_block, norm.eps, norm.offset,
     )
     kernel.launch(CLUSTER * per_block * added.num_blocks, 32 * NORM_WARPS, call, is_dependent=True)
     return out, residual
