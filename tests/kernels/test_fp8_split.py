@@ -27,6 +27,7 @@ from headrace.kernels.coded_linear.fp8_split import (
     launch,
     list_plans,
 )
+from headrace.kernels.coded_linear.fp8_triton import quantise_rows
 from headrace.kernels.cuda_source import MOST_BYTES
 from headrace.kernels.operation import KernelQuery
 
@@ -90,6 +91,26 @@ def test_all_rows(residents: dict[bool, tuple[int, ...]]):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("groups,each,inputs", [(8, 1024, 4096), (3, 64, 256), (2, 192, 384)])
+def test_groups(groups: int, each: int, inputs: int, residents: dict[bool, tuple[int, ...]]):
+    """Each has inputs of its own."""
+    for rows in (17, 40, 64, 200):
+        torch.manual_seed(rows)
+        _, weight, _ = draw(1, groups * each, inputs, has_tables=True)
+        x = torch.randn(rows, groups, inputs, device="cuda").bfloat16()
+        coded = quantise_rows(x.flatten(1), 128)
+        plain = (coded.codes.double().view(rows, -1, 128) * coded.scales.double().t()[:, :, None]).view_as(x)
+        table = weight.scales.double().repeat_interleave(128, 0)[: groups * each].repeat_interleave(128, 1)
+        matrices = (weight.codes.double() * table).view(groups, each, inputs)
+        expected = torch.einsum("tgi,goi->tgo", plain, matrices).flatten(1)
+        assert relative_error(fp8_split.multiply_groups(x, weight), expected) < 6e-3
+        size = Size(rows, groups * each, inputs, True, groups)
+        for plan in random.Random(rows).sample(list(list_plans(size, residents[True])), 4):
+            out = launch(coded, weight, None, plan, find_residents(plan, residents[True]))
+            assert relative_error(out, expected) < 6e-3, (rows, plan)
+
+
+@pytest.mark.cuda
 @pytest.mark.usefixtures("residents")
 def test_solution():
     for has_tables in (False, True):
@@ -106,7 +127,7 @@ def test_solution():
 
 SIZES = st.builds(
     Size, st.integers(17, 256), st.integers(1, 2048).map(lambda n: 16 * n), st.integers(8, 1024).map(lambda n: 16 * n),
-    st.booleans(),
+    st.booleans(), st.just(1),
 )
 
 
@@ -129,6 +150,12 @@ def test_plans_fit(size: Size):
     chosen = choose_plan(size, RESIDENTS)
     times = [estimate(size, plan, find_residents(plan, RESIDENTS)) for plan in plans]
     assert chosen in plans and estimate(size, chosen, find_residents(chosen, RESIDENTS)) == min(times) > 0
+
+
+@pytest.mark.parametrize("each,widths", [(1024, {64, 128}), (192, {64})])
+def test_tiles_have_outputs_of_one_group(each: int, widths: set[int]):
+    plans = list(list_plans(Size(64, 8 * each, 4096, True, 8), RESIDENTS))
+    assert {plan.width for plan in plans} == widths
 
 
 def test_plans_without_large_clusters():

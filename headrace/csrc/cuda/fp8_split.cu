@@ -8,7 +8,9 @@
 // multiply. The `splits` blocks of a cluster have the same tile and a share of K each, and add up their sums in each
 // other's shared memory, of which each then has some rows.
 //
-// Sizes are numbers of a call, not macros: a few kernels serve all weights. With one split a block is persistent.
+// Sizes are numbers of a call, not macros: a few kernels serve all weights. With one split a block is persistent. With
+// TABLES a weight may be of groups of `each` outputs, a multiple of a tile's, each with K inputs of its own: a row of x
+// then has those of all groups.
 // Macros: GROUPS (1, 2), TABLES (1: scales of 128 inputs, 128 rows of a tile at most; 0: of rows, 256 at most).
 // Compiled by NVRTC.
 
@@ -30,6 +32,7 @@ struct Call {
   int rows, outputs, inputs;  // M, N, K
   int tile_rows, splits;      // rows of a tile, a multiple of 8 where it is not all; blocks of a cluster
   int stages;                 // of the ring
+  int each;                   // outputs of a group, N if there are no others
 };
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
@@ -43,6 +46,7 @@ struct Place {  // of a block: its cluster's number and how many there are, and 
 struct Work {
   int output, first;  // output and row of x
   int begin, end;     // stages of 128 inputs
+  int before;         // of a row of x, those of groups before
 };
 
 // Item number `index` of a cluster; false beyond the last. Those at work at once share weights, if there are several
@@ -53,6 +57,7 @@ __device__ __forceinline__ bool find_work(const Call &call, const Place &place, 
   if (rest >= across) return false;
   work.first = max(min(index % row_tiles * call.tile_rows, call.rows - call.tile_rows), 0);
   work.output = rest * WIDE;
+  work.before = work.output / call.each * steps;
   work.begin = place.split * steps / call.splits, work.end = (place.split + 1) * steps / call.splits;
   return true;
 }
@@ -119,7 +124,7 @@ __device__ __forceinline__ void ask_weight(
 __device__ __forceinline__ void ask_rows(
     const TensorMap *map, const Memory &s, const Stage &stage, const Work &work, int step
 ) {
-  load_box(stage.tile(s) + WEIGHT_BYTES, map, stage.full(s), step * DEPTH, work.first);
+  load_box(stage.tile(s) + WEIGHT_BYTES, map, stage.full(s), (work.before + step) * DEPTH, work.first);
 }
 
 // The thread that copies: the stages of all items of this block.
@@ -169,7 +174,7 @@ __device__ __forceinline__ void fetch_scales(const Call &call, const Place &plac
     for (int step = work.begin; step < work.end; ++step) {
       if (turn == nth) {
         float *to = stage.table(s) + lane;
-        const float *from = call.x_scales + (int64)step * call.rows + work.first;
+        const float *from = call.x_scales + (int64)(work.before + step) * call.rows + work.first;
         const int output = work.output + 64 * lane;
         float found[MOST_ROWS / 32], own = 0.f;
 #pragma unroll

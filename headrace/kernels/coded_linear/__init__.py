@@ -312,7 +312,7 @@ def _reason_against_group_tiles(query: KernelQuery) -> str | None:
 GROUPED_CODED.add(
     "cuda", "headrace.kernels.coded_linear.fp8_rows:multiply_groups",
     supports=_also(_reason_against_groups, _reason_against_group_tiles), priority=20,
-    doc="rows rounded to FP8: own CUDA C++ for up to 8, by Hopper's tensor cores beyond",
+    doc="rows rounded to FP8: own CUDA C++, for 9 to 16 and other tables than of 128 x 128 in Gluon",
 )
 
 CODED_FLOAT = Operation("coded linear kernel with float32 output")

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.coded_linear import grouped, hopper
+from headrace.kernels.coded_linear import fp8_split, grouped
 from headrace.kernels.coded_linear.cuda import Addition, arrange
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.cuda_source import (
@@ -197,10 +197,10 @@ def _can_group(columns: int, shape: Shape, has_tables: bool, device: torch.devic
 
 
 def multiply_groups(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
-    """See `GROUPED_CODED`; more than `MOST_GROUPED_ROWS` are left to `hopper`."""
+    """See `GROUPED_CODED`; more than `MOST_GROUPED_ROWS` are left to `fp8_split`."""
     (num_rows, groups, inputs), outputs = x.shape, weight.out_features
     if num_rows > MOST_GROUPED_ROWS:
-        return hopper.multiply_groups(x, weight)
+        return fp8_split.multiply_groups(x, weight)
     columns = 8 * ceil_div(num_rows, 8)
     shape = choose_shape(ceil_div(outputs, TILE), inputs, columns) if num_rows else None
     if (

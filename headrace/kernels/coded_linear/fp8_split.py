@@ -1,7 +1,7 @@
 """FP8 products of tens to hundreds of rows in FP8 on Hopper by own CUDA C++ (``csrc/cuda/fp8_split.cu``, which says how
 they work), whose inputs blocks of a cluster may share: for a scale per row and per output, or scales of 128 inputs.
 
-M rows of x, N outputs, K inputs.
+M rows of x, N outputs, K inputs; G groups of outputs, with inputs of their own, each of the same K.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.kernels.coded_linear import hopper
+from headrace.kernels.coded_linear import LEAST_SPLIT_ROWS, MOST_SPLIT_ROWS, hopper
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
+from headrace.kernels.coded_linear.fp8_triton import quantise_rows
 from headrace.kernels.coded_linear.scaled import round_and_multiply
 from headrace.kernels.coded_linear.wave import ACTIVATIONS
 from headrace.kernels.cuda_source import (
@@ -25,6 +26,7 @@ from headrace.kernels.cuda_source import (
     address_of,
     cache_compiled,
     describe_boxes,
+    fallback,
     keep_apart,
     load_kernel,
 )
@@ -53,17 +55,18 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("x_scales", "scales", "bias", "out")),
-        *((name, c_int) for name in ("rows", "outputs", "inputs", "tile_rows", "splits", "stages")),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "tile_rows", "splits", "stages", "each")),
     )
 
 
 class Size(NamedTuple):
-    """Of a product; ``has_tables``: scales are of 128 inputs."""
+    """Of a product; ``has_tables``: scales are of 128 inputs. Outputs are of so many ``groups``."""
 
     rows: int
     outputs: int
     inputs: int
     has_tables: bool
+    groups: int = 1
 
     @property
     def steps(self) -> int:
@@ -164,7 +167,8 @@ def list_plans(size: Size, residents: tuple[int, ...]) -> Iterator[Plan]:
             break
         for groups, splits in product((1, 2), CLUSTERS):
             plan = Plan(groups, rows, splits)
-            if splits <= size.steps and find_residents(plan, residents):
+            is_whole = size.groups == 1 or size.outputs // size.groups % plan.width == 0
+            if is_whole and splits <= size.steps and find_residents(plan, residents):
                 yield plan
 
 
@@ -195,8 +199,9 @@ def prepare(has_tables: bool, device: torch.device) -> tuple[int, ...]:
 
 
 def measure_size(rows: Fp8Rows, weight: DeviceCodes) -> Size:
-    """The size of a product."""
-    return Size(rows.num_rows, weight.out_features, weight.in_features, weight.rows > 1)
+    """The size of a product; a row of x has inputs of all groups."""
+    groups = rows.codes.shape[1] // weight.in_features
+    return Size(rows.num_rows, weight.out_features, weight.in_features, weight.rows > 1, groups)
 
 
 def launch(
@@ -210,7 +215,7 @@ def launch(
     call = _Call(
         x_scales=rows.scales.data_ptr(), scales=weight.scales.data_ptr(), bias=address_of(bias), out=out.data_ptr(),
         rows=size.rows, outputs=size.outputs, inputs=size.inputs, tile_rows=plan.rows, splits=plan.splits,
-        stages=stages,
+        stages=stages, each=size.outputs // size.groups,
     )
     clusters = plan.count_clusters(size)
     if plan.splits == 1:  # blocks stay
@@ -229,6 +234,28 @@ def multiply_rows(rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None,
     residents = prepare(size.has_tables, rows.codes.device)
     plan = choose_plan(size, residents)
     return launch(rows, weight, bias, plan, find_residents(plan, residents))
+
+
+@cache_compiled
+def can_group(device: torch.device) -> bool:
+    """Whether the kernels of grouped products can be compiled and loaded; if not, with a warning."""
+    with fallback("grouped products of tens of rows run in Gluon"):
+        prepare(True, device)
+        return True
+    return False
+
+
+def multiply_groups(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `GROUPED_CODED`, for more rows than a few: rows are rounded to FP8 with a scale for each 128 inputs. What is
+    not taken here is left to Gluon's kernel."""
+    (num_rows, groups, inputs), outputs = x.shape, weight.out_features
+    is_taken = (
+        LEAST_SPLIT_ROWS <= num_rows <= MOST_SPLIT_ROWS and x.dtype == torch.bfloat16 and weight.num_groups > 1
+        and weight.rows == DEPTH and inputs % DEPTH == 0 and outputs // groups % GROUP_OUTPUTS == 0
+    )
+    if not is_taken or not can_group(x.device):
+        return hopper.multiply_groups(x, weight)
+    return multiply_rows(quantise_rows(x.flatten(1), DEPTH, pdl=True), weight, None, x.dtype)
 
 
 def multiply_gated_rows(
