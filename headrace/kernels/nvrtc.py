@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 INCLUDE = re.compile(rb'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
+SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized due to [^\n]+")
+"""In NVRTC's log, where products wait for each other: the result is right, but takes longer."""
 CUDA_VERSION = re.compile(r"^cuda\b.*= '(\d+)\.", re.MULTILINE)
 """In torch's version.py."""
 
@@ -128,12 +130,14 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, .
         program, len(options), (c_char_p * len(options))(*(option.encode() for option in options))
     )
     # a cubin, not PTX: the options name a real architecture (sm_90a), so nothing is compiled when it is loaded
-    text = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
+    log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+    code = b"" if failed else _read(nvrtc, program, "CUBIN")
     nvrtc.nvrtcDestroyProgram(byref(program))
     if failed:
-        log = text.rstrip(b"\0").decode(errors="replace").strip()
         raise CudaSourceError(f"{name}.cu: {log[:2000]}")
-    return text
+    if serialised := SERIALISED.search(log):
+        logger.warning("%s.cu is slower than it could be with this NVRTC: %s", name, serialised[0])
+    return code
 
 
 def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:

@@ -14,6 +14,7 @@ from headrace.kernels.attention import hopper as chunks
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.coded_linear import cuda as coded_rows
 from headrace.kernels.coded_linear import fp8_rows, fp8_split, tiled_block, tiled_many, tiles, wide
+from headrace.kernels.coded_linear.hopper import GATES
 from headrace.kernels.collective import calls
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes import hopper as few_decodes
@@ -143,13 +144,9 @@ CASES: dict[str, list[Find]] = {
         (parts.TILES[0], "", 128),
     ),
     "mxfp4_product": each(
-        sorted_rows.find_kernel,
-        *((many._tile_of(most), gate, 32) for most, gate in ((16, ""), (256, "clamped"))),
+        sorted_rows.find_kernel, *((many._tile_of(rows), gate) for rows in many.MXFP4_ROWS for gate in GATES),
     ),
-    "mxfp4_rounded": each(
-        sorted_rows.find_kernel,
-        *((tile, gate, 32) for tile, gate in zip(rounded.TILES, ("silu", "clamped", ""), strict=True)),
-    ),
+    "mxfp4_rounded": each(sorted_rows.find_kernel, *((tile, gate) for tile in rounded.TILES for gate in GATES)),
     "norm_route": [
         norm_route_of(128, 2048, "softmax", True), norm_route_of(32, 2880, "sigmoid", False),
         norm_route_of(256, 7168, "sqrt_softplus", True),

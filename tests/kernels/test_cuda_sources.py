@@ -27,6 +27,21 @@ SOURCES = sorted(path.stem for path in nvrtc.FOLDER.glob("*.cu"))
 HOPPER, AMPERE = (9, 0), (8, 0)
 NUM_SMS = 132
 ARCHITECTURE = b"__CUDA_ARCH__"
+EARLY = """
+#define MULTIPLY asm volatile( \\
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;" \\
+    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b))
+extern "C" __global__ void early(float *out, unsigned long long a, unsigned long long b) {
+  float d[4] = {};
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  MULTIPLY;
+  d[0] += 1.0f;
+  MULTIPLY;
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = d[i];
+}
+"""
 
 
 class Nvrtc:
@@ -76,7 +91,11 @@ def test_each_source_has_cases():
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_compiles(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """And no `wgmma` waits for the one before, which is how ptxas compiles them where its registers do not fit while
+    they run on: that depends on lines far away, so a change elsewhere may bring it about."""
     require_nvrtc()
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     has_older = ARCHITECTURE in nvrtc.read_source(name)
@@ -87,6 +106,20 @@ def test_it_compiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             error.add_note(" ".join(source[1]))
             raise
         assert code[:4] == b"\x7fELF"
+        assert not nvrtc.SERIALISED.search(caplog.text), " ".join(source[1])
+
+
+def test_products_that_wait_for_each_other_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of this NVRTC's log: sums change while products run."""
+    require_nvrtc()
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    (tmp_path / "early.cu").write_text(EARLY)
+    monkeypatch.setattr(nvrtc, "FOLDER", tmp_path)
+    code = cuda_source.compile_source("early", ("-arch=sm_90a", "-std=c++17"))
+    assert code[:4] == b"\x7fELF"
+    assert "early.cu is slower" in caplog.text and nvrtc.SERIALISED.search(caplog.text)
 
 
 def read_comment(text: str) -> str:

@@ -18,7 +18,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import NOT_GATED
 from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
 from headrace.kernels.cuda_source import MOST_BYTES, CudaSourceError, cache_compiled
-from headrace.kernels.moe import coded_few, reference, rounded, sorted_rows
+from headrace.kernels.moe import coded_few, many, reference, rounded, sorted_rows
 from headrace.kernels.rowwise import Gate
 
 
@@ -171,9 +171,10 @@ def test_tiles_have_rows_for_nearly_every_expert():
         (576, 4, 32), (800, 4, 32), (1024, 4, 32), (8192, 6, 256), (8192, 4, 32)
     )]
     assert chosen == [96, 128, 224, 224, 224]
-    for tile in TILES:
-        assert tile.rows % tile.box == 0 and tile.stages >= 6
-        assert tile.stages * (tile.rows * 128 + tile.groups * 4096 + 32) + 1024 <= MOST_BYTES
+    for tile in (*TILES, *(many._tile_of(rows) for rows in many.MXFP4_ROWS)):
+        assert tile.rows % tile.box == 0 and tile.stages >= (6 if tile.is_fp8 else 3)
+        row = 128 if tile.is_fp8 else 256
+        assert tile.stages * (tile.rows * row + tile.groups * 4096 + 32) + 1024 <= MOST_BYTES
 
 
 @pytest.mark.usefixtures("breaks_kernels")

@@ -204,11 +204,12 @@ __device__ __forceinline__ void add(
 }
 
 __device__ __forceinline__ void read_codes(Operands &to, const Place &place, int stage) {
+  const uint32 at = place.codes + stage * CODE_BYTES;
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to.words[i][0]), "=r"(to.words[i][1]), "=r"(to.words[i][2]), "=r"(to.words[i][3])
-                 : "r"(place.codes[i] + stage * CODE_BYTES));
+                 : "r"(at ^ 32 * i));
 }
 
 // The sums of a tile. After the last step the stage that follows is read too, and not used.

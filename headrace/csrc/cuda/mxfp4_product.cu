@@ -6,36 +6,35 @@
 // byte apart in the four bytes that `ldmatrix` brings. With a gate, outputs are stored in the same order, for the next
 // product.
 //
-// A block is persistent and takes tiles of 64 * GROUPS of the weight's rows by ROWS rows of x. Its first warp asks the
-// copy engine (TMA) for codes and rows of 128 inputs into a ring of STAGES. The other GROUPS warpgroups decode 64 rows
-// of codes each to operands of wgmma in registers; x comes from shared memory. While products with low codes of the
-// bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows are divided
-// evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on.
+// A block is persistent and takes tiles of 64 * GROUPS of the weight's rows by ROWS rows of x. Its first warp finds them
+// and asks the copy engine (TMA) for codes and rows of 128 inputs into a ring of STAGES. The other GROUPS warpgroups
+// decode 64 rows of codes each to operands of wgmma in registers; x comes from shared memory. While products with low
+// codes of the bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows
+// are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on;
+// boxes of BOX rows that it does not have are not copied.
 //
-// Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, GATE (0, or a kind
-// of activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number).
-// Compiled by NVRTC.
+// Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, BOX (a divisor of
+// ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then has half as many outputs, its
+// rows alternate 8 of gate, 8 of up). Compiled by NVRTC. How many experts there are is not a macro: ptxas compiles
+// products differently for code that is far from them.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, OUTPUTS = GATE ? WIDE / 2 : WIDE;
-constexpr int LEAST = ROWS <= 64 ? 16 : ROWS / 2, GRAIN = ROWS <= 96 ? 16 : 32;
-static_assert((ROWS - LEAST) % GRAIN == 0, "the largest is a whole tile");
 constexpr uint32 X_BYTES = ROWS * DEPTH * 2, CODE_BYTES = WIDE * DEPTH / 2, STAGE_BYTES = X_BYTES + CODE_BYTES;
 constexpr int THREADS = 128 * (GROUPS + 1);
-// Whether codes are read a step ahead. Of three stages that would leave one to be copied, late in each step.
-constexpr bool AHEAD = STAGES > 3;
 
 struct Call {
   const uint32 *scales;  // [rows of the weight, words]: a byte for each 32 inputs, as `DeviceCodes` keeps powers of two
-  const uint16 *bias;  // [rows of the weight] bfloat16, or null
-  const int *ends;    // [EXPERTS]
+  const uint16 *bias;    // [rows of the weight] bfloat16, or null
+  const int *ends;       // [experts]
   uint16 *out;           // [M, N] bfloat16
-  int outputs, inputs, words;  // N (after the activation), K
+  int outputs, inputs, words, experts;  // N (after the activation), K
   float limit, alpha, up_offset;
 };
 
+#define EXPERTS call.experts
 #include "weight_operand.cuh"
 #include "sorted_experts.cuh"
 #include "weight_rows.cuh"
@@ -43,37 +42,10 @@ struct Call {
 
 constexpr int PRODUCTS = 4;  // of 16 inputs each in half a step
 constexpr uint32 HIGH = X_BYTES / 2 / 16;  // from inputs 0 to 64 of a stage, as operands count
+constexpr int SIDES = 2;
+constexpr bool EVENS_FIRST = true;
 constexpr bool SHIFTS = true;  // codes of odd inputs to where those of even ones are
 #include "mxfp4_sums.cuh"
-
-// The warp that copies: the stages of all tiles of this block.
-__device__ __forceinline__ void fetch_tiles(
-    const Call &call, const TensorMap *x_map, const TensorMap *code_map, Ring &ring
-) {
-  int steps = (call.inputs + DEPTH - 1) / DEPTH;
-  Tile tile;
-  for (int index = blockIdx.x; find_tile<ROWS, OUTPUTS>(call, index, tile); index += gridDim.x) {
-    even_out<ROWS>(call, tile);
-    int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output;
-    for (int step = 0; step < steps; ++step) {
-      if (threadIdx.x == 0) {
-        uint32 full = ring.bars + 16 * ring.stage, to = ring.x_tiles + ring.stage * X_BYTES;
-        uint32 codes = ring.code_tiles + ring.stage * CODE_BYTES;
-        wait_for(full + 8, ring.phase ^ 1);
-        expect_bytes(full, STAGE_BYTES);
-        if (GATE)
-          load_gated_box(codes, code_map, full, step * (DEPTH / 2), row);
-        else
-          load_box(codes, code_map, full, step * (DEPTH / 2), row);
-#pragma unroll
-        for (int box = 0; box < 2; ++box)
-          load_box(to + box * (X_BYTES / 2), x_map, full, step * DEPTH + box * (DEPTH / 2), tile.first);
-      }
-      ring.advance();
-    }
-    __syncwarp();
-  }
-}
 
 // Operands of half a step: LOW or high codes. Two codes are spread to the halves of a register, multiplied by
 // 2**12 + 2**6 (high codes: 2**8 + 2**2), which puts the sign at bit 15 and the rest at bits 8 to 6, and cleared of
@@ -98,54 +70,12 @@ __device__ __forceinline__ void decode_all(Half &a, const Codes &codes) {
   }
 }
 
-struct Work {  // of a block: its tile number `index`, and what its thread needs of it
-  Tile tile;
-  int own[2];  // rows of the weight of this thread, 8 apart in the tile; -1 beyond the expert's
-  bool is_there;
-
-  __device__ __forceinline__ void find(const Call &call, int index, Scales &scales, int steps) {
-    is_there = find_tile<ROWS, OUTPUTS>(call, index, tile);
-    if (!is_there) return;
-    even_out<ROWS>(call, tile);
-    find_rows(call, tile, own);
-    scales.begin(call, own, steps);
-  }
-};
-
-// The warps that multiply.
-__device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &ring) {
-  int steps = (call.inputs + DEPTH - 1) / DEPTH;
-  Window window(ring);
-  Scales scales;
-  Place place(ring);
-  Work work;
-  work.find(call, blockIdx.x, scales, steps);
-#pragma unroll 1
-  for (int index = blockIdx.x; work.is_there;) {
-    index += gridDim.x;
-    float sums[ROWS / 2] = {};
-    // the same for the whole warp, which ptxas does not know
-    int rows = __reduce_max_sync(~0u, work.tile.last - work.tile.first);
-    add_up_rows<LEAST>(sums, window, place, scales, rows, steps);
-    Work done = work;
-    work.find(call, index, scales, steps);  // its first scales are on their way while this one ends
-    finish<true>(call, sums, done.tile, done.own, threadIdx.x / 32 - 4, call.outputs);
-  }
-}
+template <int N>
+__device__ __forceinline__ void scale_rows(const Call &, float (&)[N / 2], const Tile &) {}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_product(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap code_map,
     const __grid_constant__ Call call
 ) {
-  extern __shared__ unsigned char storage[];
-  Ring ring(storage);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
-    if (threadIdx.x < 32) fetch_tiles(call, &x_map, &code_map, ring);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 112));
-    multiply_tiles(call, ring);
-  }
+  run_block(call, &x_map, &code_map);
 }

@@ -14,30 +14,26 @@
 //
 // Macros: FP8 (1, for weight_operand.cuh), ROWS (16, 32, 48, 64, 96, 128, 224), GROUPS (2 or 4; ROWS * GROUPS at most
 // 512), STAGES, BOX (a divisor of ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then
-// has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number). Compiled by NVRTC.
+// has half as many outputs, its rows alternate 8 of gate, 8 of up). Compiled by NVRTC.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, OUTPUTS = GATE ? WIDE / 2 : WIDE;
-constexpr int LEAST = ROWS <= 64 ? 16 : ROWS > 128 ? 128 : ROWS / 2, GRAIN = ROWS <= 96 ? 16 : 32;
-static_assert((ROWS - LEAST) % GRAIN == 0, "the largest is a whole tile");
-static_assert(BOX == ROWS || (ROWS % BOX == 0 && BOX % GRAIN == 0), "boxes hold what is multiplied");
-constexpr uint32 BOX_BYTES = BOX * DEPTH, X_BYTES = ROWS * DEPTH, CODE_BYTES = WIDE * DEPTH / 2;
+constexpr uint32 X_BYTES = ROWS * DEPTH, CODE_BYTES = WIDE * DEPTH / 2;
 constexpr int THREADS = 128 * (GROUPS + 1);
-// Whether codes are read a step ahead. Of three stages that would leave one to be copied, late in each step.
-constexpr bool AHEAD = STAGES > 3;
 
 struct Call {
   const uint32 *scales;  // [rows of the weight, words]: a byte for each 32 inputs, as `DeviceCodes` keeps powers of two
-  const uint16 *bias;  // [rows of the weight] bfloat16, or null
-  const int *ends;    // [EXPERTS]
+  const uint16 *bias;    // [rows of the weight] bfloat16, or null
+  const int *ends;       // [experts]
   uint16 *out;           // [M, N] bfloat16
-  int outputs, inputs, words;  // N (after the activation), K
+  int outputs, inputs, words, experts;  // N (after the activation), K
   float limit, alpha, up_offset;
   const float *x_scales;  // [M]
 };
 
+#define EXPERTS call.experts
 #include "weight_operand.cuh"
 #include "sorted_experts.cuh"
 #include "weight_rows.cuh"
@@ -45,52 +41,10 @@ struct Call {
 
 constexpr int PRODUCTS = 2;  // of 32 inputs each in half a step
 constexpr uint32 HIGH = 64 / 16;  // from inputs 0 to 64 of a stage, as operands count
+constexpr int SIDES = 1;
+constexpr bool EVENS_FIRST = false;
 constexpr bool SHIFTS = false;  // all four bytes of a word are decoded at once
 #include "mxfp4_sums.cuh"
-
-// What a tile's first stage says of it, behind the barriers; an expert of -1 ends the work of a block. Found by the warp
-// that copies alone: in the others, its registers would be taken from products.
-__device__ __forceinline__ uint32 notice_of(uint32 bars, int stage) { return bars + 16 * (STAGES + stage); }
-__device__ __forceinline__ void announce(const Ring &ring, const Tile &tile) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               ::"r"(notice_of(ring.bars, ring.stage)), "r"(tile.expert), "r"(tile.first), "r"(tile.last),
-                 "r"(tile.output) : "memory");
-}
-
-// The warp that copies: the stages of all tiles of this block.
-__device__ __forceinline__ void fetch_tiles(
-    const Call &call, const TensorMap *x_map, const TensorMap *code_map, Ring &ring
-) {
-  int steps = (call.inputs + DEPTH - 1) / DEPTH;
-  Tile tile;
-  for (int index = blockIdx.x; find_tile<ROWS, OUTPUTS>(call, index, tile); index += gridDim.x) {
-    even_out<ROWS>(call, tile);
-    int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output, boxes = (tile.last - tile.first + BOX - 1) / BOX;
-    for (int step = 0; step < steps; ++step) {
-      if (threadIdx.x == 0) {
-        uint32 full = ring.bars + 16 * ring.stage, to = ring.x_tiles + ring.stage * X_BYTES;
-        uint32 codes = ring.code_tiles + ring.stage * CODE_BYTES;
-        wait_for(full + 8, ring.phase ^ 1);
-        if (step == 0) announce(ring, tile);
-        expect_bytes(full, CODE_BYTES + boxes * BOX_BYTES);
-        if (GATE)
-          load_gated_box(codes, code_map, full, step * (DEPTH / 2), row);
-        else
-          load_box(codes, code_map, full, step * (DEPTH / 2), row);
-        for (int box = 0; box < boxes; ++box)
-          load_box(to + box * BOX_BYTES, x_map, full, step * DEPTH, tile.first + box * BOX);
-      }
-      ring.advance();
-    }
-    __syncwarp();
-  }
-  if (threadIdx.x == 0) {
-    tile.expert = -1;
-    wait_for(ring.bars + 16 * ring.stage + 8, ring.phase ^ 1);
-    announce(ring, tile);
-    arrive(ring.bars + 16 * ring.stage);
-  }
-}
 
 // The least power as scales keep it, 253 above its exponent, and twelve below the exponent of what becomes of it.
 constexpr uint32 LOWEST = 253 - 26;
@@ -117,10 +71,10 @@ __device__ __forceinline__ void decode_all(Half &a, const Codes &codes) {
     }
 }
 
-// A thread has sums[4 * j + 2 * half + i] of row 8 * j + lane % 4 * 2 + i of x.
-__device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[ROWS / 2], const Tile &tile) {
+template <int N>
+__device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[N / 2], const Tile &tile) {
 #pragma unroll
-  for (int j = 0; j < ROWS / 8; ++j)
+  for (int j = 0; j < N / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = tile.first + 8 * j + threadIdx.x % 4 * 2 + i;
@@ -129,51 +83,9 @@ __device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[ROWS 
     }
 }
 
-// The tile whose first stage comes next.
-__device__ __forceinline__ void find_next(Tile &tile, const Window &window) {
-  window.await(window.at, 1);
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(tile.expert), "=r"(tile.first), "=r"(tile.last), "=r"(tile.output)
-               : "r"(notice_of(window.bars, window.at)) : "memory");
-}
-
-// The warps that multiply.
-__device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &ring) {
-  int steps = (call.inputs + DEPTH - 1) / DEPTH;
-  Window window(ring);
-  Scales scales;
-  Place place(ring);
-  Tile tile, next;
-  int own[2];
-  find_next(tile, window);
-  if (tile.expert >= 0) find_rows(call, tile, own), scales.begin(call, own, steps);
-#pragma unroll 1
-  for (; tile.expert >= 0; tile = next) {
-    float sums[ROWS / 2] = {};
-    // the same for the whole warp, which ptxas does not know
-    int rows = __reduce_max_sync(~0u, tile.last - tile.first);
-    add_up_rows<LEAST>(sums, window, place, scales, rows, steps);
-    find_next(next, window);
-    if (next.expert >= 0) find_rows(call, next, own), scales.begin(call, own, steps);  // on their way while this tile ends
-    scale_rows(call, sums, tile);
-    find_rows(call, tile, own);
-    finish<false>(call, sums, tile, own, threadIdx.x / 32 - 4, call.outputs);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_rounded(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap code_map,
     const __grid_constant__ Call call
 ) {
-  extern __shared__ unsigned char storage[];
-  Ring ring(storage);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
-    if (threadIdx.x < 32) fetch_tiles(call, &x_map, &code_map, ring);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 112));
-    multiply_tiles(call, ring);
-  }
+  run_block(call, &x_map, &code_map);
 }

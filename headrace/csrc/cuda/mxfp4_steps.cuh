@@ -38,18 +38,14 @@ __device__ __forceinline__ void pin(uint32 &value) { asm volatile("" : "+r"(valu
 
 // Where a thread's codes are in the first stage, and rows of x as an operand; whether a lane is its warp's first.
 struct Place {
-  uint32 codes[2], rows;
+  uint32 codes, rows;  // of inputs 0 to 31 of a byte's low half; those of 32 to 63 are at `codes ^ 32`
   int leads;
 
   __device__ __forceinline__ explicit Place(const Ring &ring) {
     int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     // rows of 64 bytes, swizzled by 64 bytes: the 16 bytes of inputs 16 * piece and on are exchanged by row / 2 % 4
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32 at = (warp * 16 + matrix % 2 * 8 + row) * 64 + ((matrix / 2 * 16 + 32 * i) ^ row / 2 * 16);
-      codes[i] = ring.code_tiles + at;
-      pin(codes[i]);
-    }
+    codes = ring.code_tiles + (warp * 16 + matrix % 2 * 8 + row) * 64 + (matrix / 2 * 16 ^ row / 2 * 16);
+    pin(codes);
     rows = (uint32)describe_operand(ring.x_tiles), leads = lane == 0;
   }
   __device__ __forceinline__ uint64 rows_of(int stage) const {  // its upper half is the same everywhere
@@ -59,19 +55,20 @@ struct Place {
 
 // Scales of this thread's two rows: four lanes have the same rows, and words of every fourth step each.
 struct Scales {
-  const uint32 *tables[2];  // from this lane's on
+  const uint32 *table;
+  uint32 from[2];  // in the table, this lane's
   uint32 now[2], next[2];
   int last;  // of this lane
 
   __device__ __forceinline__ void begin(const Call &call, const int (&own)[2], int steps) {
     int lane = threadIdx.x % 4;
-    last = steps - 1 - lane;
+    last = steps - 1 - lane, table = call.scales;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      tables[half] = call.scales + (uint64)max(own[half], 0) * call.words + lane;
+      from[half] = max(own[half], 0) * call.words + lane;
       now[half] = next[half] = 0;
-      if (last >= 0) now[half] = tables[half][0];
-      if (last >= 4) next[half] = tables[half][4];
+      if (last >= 0) now[half] = table[from[half]];
+      if (last >= 4) next[half] = table[from[half] + 4];
     }
   }
   // Those of a step; steps are asked for one after the other.
@@ -85,7 +82,7 @@ struct Scales {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       now[half] = next[half];
-      if (step + 5 <= last) next[half] = tables[half][step + 5];
+      if (step + 5 <= last) next[half] = table[from[half] + step + 5];
     }
   }
 };

@@ -1,18 +1,73 @@
-// How products with MXFP4 decoded in registers are summed up: low codes of a step's bytes (inputs 0 to 63) are decoded
-// while products with high ones (64 to 127) run, and the other way round. After mxfp4_steps.cuh. Needs of the source:
-// PRODUCTS of half a step, HIGH and SHIFTS, AHEAD, CODE_BYTES, GRAIN, and `decode_all`.
+// Tiles of rows of x times a weight whose MXFP4 is decoded in registers: low codes of a step's bytes (inputs 0 to 63) are
+// decoded while products with high ones (64 to 127) run, and the other way round. After mxfp4_steps.cuh. Needs of the
+// source: PRODUCTS of half a step, HIGH, SHIFTS, SIDES (boxes beside each other of a stage's rows), EVENS_FIRST of
+// outputs, `decode_all`, `scale_rows`; the macro BOX (rows that are copied at a time).
+
+constexpr int LEAST = ROWS <= 64 ? 16 : ROWS > 128 ? 128 : ROWS / 2, GRAIN = ROWS <= 96 ? 16 : 32;
+static_assert((ROWS - LEAST) % GRAIN == 0, "the largest is a whole tile");
+static_assert(BOX == ROWS || (ROWS % BOX == 0 && BOX % GRAIN == 0), "boxes hold what is multiplied");
+constexpr uint32 BOX_BYTES = BOX * 128;
+// Whether codes are read a step ahead. Of three stages that would leave one to be copied, late in each step.
+constexpr bool AHEAD = STAGES > 3;
+
+// What a tile's first stage says of it, behind the barriers; an expert of -1 ends the work of a block. Found by the warp
+// that copies alone: in the others, its registers would be taken from products.
+__device__ __forceinline__ uint32 notice_of(uint32 bars, int stage) { return bars + 16 * (STAGES + stage); }
+__device__ __forceinline__ void announce(const Ring &ring, const Tile &tile) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(notice_of(ring.bars, ring.stage)), "r"(tile.expert), "r"(tile.first), "r"(tile.last),
+                 "r"(tile.output) : "memory");
+}
+
+// The warp that copies: the stages of all tiles of this block.
+__device__ __forceinline__ void fetch_tiles(
+    const Call &call, const TensorMap *x_map, const TensorMap *code_map, Ring &ring
+) {
+  int steps = (call.inputs + DEPTH - 1) / DEPTH;
+  Tile tile;
+  for (int index = blockIdx.x; find_tile<ROWS, OUTPUTS>(call, index, tile); index += gridDim.x) {
+    even_out<ROWS>(call, tile);
+    int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output, boxes = (tile.last - tile.first + BOX - 1) / BOX;
+    for (int step = 0; step < steps; ++step) {
+      if (threadIdx.x == 0) {
+        uint32 full = ring.bars + 16 * ring.stage, to = ring.x_tiles + ring.stage * X_BYTES;
+        uint32 codes = ring.code_tiles + ring.stage * CODE_BYTES;
+        wait_for(full + 8, ring.phase ^ 1);
+        if (step == 0) announce(ring, tile);
+        expect_bytes(full, CODE_BYTES + boxes * SIDES * BOX_BYTES);
+        if (GATE)
+          load_gated_box(codes, code_map, full, step * (DEPTH / 2), row);
+        else
+          load_box(codes, code_map, full, step * (DEPTH / 2), row);
+        for (int box = 0; box < boxes; ++box)
+#pragma unroll
+          for (int side = 0; side < SIDES; ++side)
+            load_box(to + side * (X_BYTES / SIDES) + box * BOX_BYTES, x_map, full, step * DEPTH + side * (DEPTH / SIDES),
+                     tile.first + box * BOX);
+      }
+      ring.advance();
+    }
+    __syncwarp();
+  }
+  if (threadIdx.x == 0) {
+    tile.expert = -1;
+    wait_for(ring.bars + 16 * ring.stage + 8, ring.phase ^ 1);
+    announce(ring, tile);
+    arrive(ring.bars + 16 * ring.stage);
+  }
+}
 
 // Operands of half a step: of so many products four registers each.
 using Half = uint32[PRODUCTS][4];
 
-// The products of half a step with rows of x, of which the first N count.
-template <int N>
-__device__ __forceinline__ void multiply_half(float (&sums)[ROWS / 2], Half &a, uint64 rows) {
+// The products of half a step with N rows of x. BEGINS: sums are these, whatever they were.
+template <int N, bool BEGINS>
+__device__ __forceinline__ void multiply_half(float (&sums)[N / 2], Half &a, uint64 rows) {
 #pragma unroll
   for (int i = 0; i < 4 * PRODUCTS; ++i) pin(a[i / 4][i % 4]);  // nothing is decoded behind the fence
   begin_products();
 #pragma unroll
-  for (int nth = 0; nth < PRODUCTS; ++nth) multiply<N>(sums, a[nth], rows + 2 * nth, 1);
+  for (int nth = 0; nth < PRODUCTS; ++nth) multiply<N>(sums, a[nth], rows + 2 * nth, !BEGINS || nth > 0);
   commit_products();
 }
 
@@ -23,11 +78,12 @@ struct Codes {
 
   // Of a step, of a stage that is there. Beyond the last step what was there before is read, and not used.
   __device__ __forceinline__ void read(const Scales &from, int stage, const Place &place, int step) {
+    const uint32 at = place.codes + stage * CODE_BYTES;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(words[2 * i][0]), "=r"(words[2 * i][1]), "=r"(words[2 * i + 1][0]), "=r"(words[2 * i + 1][1])
-                   : "r"(place.codes[i] + stage * CODE_BYTES));
+                   : "r"(at ^ 32 * i));
     from.get(step, scales);
   }
   __device__ __forceinline__ void shift() {
@@ -44,7 +100,7 @@ __device__ __forceinline__ void decode_all(Half &a, const Codes &codes);
 // its way: a wait there would let ptxas think that products of other loops may be, and keep their registers.
 template <int N, bool IS_FIRST>
 __device__ __forceinline__ void add_step(
-    float (&sums)[ROWS / 2], Half &low, Half &high, Codes &codes, Window &window, const Place &place, Scales &scales,
+    float (&sums)[N / 2], Half &low, Half &high, Codes &codes, Window &window, const Place &place, Scales &scales,
     int step, int steps
 ) {
   uint64 rows = place.rows_of(window.at);
@@ -52,14 +108,14 @@ __device__ __forceinline__ void add_step(
   if (SHIFTS) codes.shift();
   if (!IS_FIRST) wait_products<1>();  // those with low codes of the step before
   decode_all<true>(low, codes);
-  multiply_half<N>(sums, low, rows);
+  multiply_half<N, IS_FIRST>(sums, low, rows);
   if (!IS_FIRST) {
     wait_products<1>();
     window.leave(window.before, place.leads);  // all products of the step before have ended
   }
   decode_all<false>(high, codes);
   if (AHEAD) codes.read(scales, window.next, place, step + 1);
-  multiply_half<N>(sums, high, rows + HIGH);
+  multiply_half<N, false>(sums, high, rows + HIGH);
   if (AHEAD)
     window.await_further(step + 2 < steps);
   else
@@ -71,7 +127,7 @@ __device__ __forceinline__ void add_step(
 // The sums of a tile with at most N rows.
 template <int N>
 __device__ __forceinline__ void add_up(
-    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int steps
+    float (&sums)[N / 2], Window &window, const Place &place, Scales &scales, int steps
 ) {
   Half low, high;
   Codes codes = {};
@@ -89,16 +145,6 @@ __device__ __forceinline__ void add_up(
   window.leave(window.before, place.leads);
 }
 
-// The sums of a tile with at most N rows, or of one with more.
-template <int N>
-__device__ __forceinline__ void add_up_rows(
-    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int rows, int steps
-) {
-  if constexpr (N < ROWS)
-    if (rows > N) return add_up_rows<N + GRAIN>(sums, window, place, scales, rows, steps);
-  add_up<N>(sums, window, place, scales, steps);
-}
-
 // Rows of the weight of this thread, 8 apart in a tile; -1 beyond the expert's.
 __device__ __forceinline__ void find_rows(const Call &call, const Tile &tile, int (&own)[2]) {
   int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
@@ -107,5 +153,70 @@ __device__ __forceinline__ void find_rows(const Call &call, const Tile &tile, in
     int output = tile.output + (GATE ? warp * 8 + lane / 4 : warp * 16 + lane / 4 + 8 * half);
     int matrix = tile.expert * (GATE ? 2 : 1) + (GATE ? half : 0);
     own[half] = output < call.outputs ? matrix * call.outputs + output : -1;
+  }
+}
+
+// The tile whose first stage comes next.
+__device__ __forceinline__ void find_next(Tile &tile, const Window &window) {
+  window.await(window.at, 1);
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tile.expert), "=r"(tile.first), "=r"(tile.last), "=r"(tile.output)
+               : "r"(notice_of(window.bars, window.at)) : "memory");
+}
+
+// Scales of rows of x, if they have any. A thread has sums[4 * j + 2 * half + i] of row 8 * j + lane % 4 * 2 + i.
+template <int N>
+__device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[N / 2], const Tile &tile);
+
+// A tile with at most N rows, or one with more; then `tile` is the next one. Each size has sums of its own: had all the
+// same, ptxas would often find no place for them where products of all sizes can run on, and make products wait for each
+// other.
+template <int N>
+__device__ __forceinline__ void multiply_tile(
+    const Call &call, Tile &tile, Window &window, const Place &place, Scales &scales, int rows, int steps
+) {
+  if constexpr (N < ROWS)
+    if (rows > N) return multiply_tile<N + GRAIN>(call, tile, window, place, scales, rows, steps);
+  float sums[N / 2];
+  add_up<N>(sums, window, place, scales, steps);
+  const Tile done = tile;
+  int own[2];
+  find_next(tile, window);
+  if (tile.expert >= 0) find_rows(call, tile, own), scales.begin(call, own, steps);  // on their way while this tile ends
+  scale_rows<N>(call, sums, done);
+  find_rows(call, done, own);
+  finish<EVENS_FIRST>(call, sums, done, own, threadIdx.x / 32 - 4, call.outputs);
+}
+
+// The warps that multiply.
+__device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &ring) {
+  int steps = (call.inputs + DEPTH - 1) / DEPTH;
+  Window window(ring);
+  Scales scales;
+  Place place(ring);
+  Tile tile;
+  int own[2];
+  find_next(tile, window);
+  if (tile.expert >= 0) find_rows(call, tile, own), scales.begin(call, own, steps);
+#pragma unroll 1
+  while (tile.expert >= 0) {
+    // the same for the whole warp, which ptxas does not know
+    int rows = __reduce_max_sync(~0u, tile.last - tile.first);
+    multiply_tile<LEAST>(call, tile, window, place, scales, rows, steps);
+  }
+}
+
+// What a block does.
+__device__ __forceinline__ void run_block(const Call &call, const TensorMap *x_map, const TensorMap *code_map) {
+  extern __shared__ unsigned char storage[];
+  Ring ring(storage);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
+    if (threadIdx.x < 32) fetch_tiles(call, x_map, code_map, ring);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 112));
+    multiply_tiles(call, ring);
   }
 }

@@ -1,5 +1,6 @@
 // Products of rows that are sorted by expert: tiles of work, activations, and how sums reach rows. After hopper.cuh.
-// Needs of the source: `Call` with ends [EXPERTS], outputs, limit, alpha, up_offset; macros EXPERTS and GATE.
+// Needs of the source: `Call` with ends [EXPERTS], outputs, limit, alpha, up_offset; macros EXPERTS (of `call`, if it is no
+// constant) and GATE.
 
 struct Tile {
   int expert, first, last, output;  // rows from `first`, of which those before `last` are there; first output

@@ -5,18 +5,18 @@
 // Store the sums of a warp's 16 rows of the weight: numbers[j] are, of 8 outputs from `column` on, those of output
 // lane / 4 and rows 8 * j + lane % 4 * 2 (low half) and one more (high half) of the tile. EVENS_FIRST: of each 16
 // outputs the even ones come first; their number is then a multiple of 16. Outputs from `end` on are not there.
-template <bool EVENS_FIRST>
+template <bool EVENS_FIRST, int EIGHTS>
 __device__ __forceinline__ void store(
-    const Call &call, const uint32 (&numbers)[ROWS / 8], const Tile &tile, int column, int end
+    const Call &call, const uint32 (&numbers)[EIGHTS], const Tile &tile, int column, int end
 ) {
   int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int j = 0; j < ROWS / 8; j += 4) {
-    int there = ROWS / 8 - j < 4 ? ROWS / 8 - j : 4;
+  for (int j = 0; j < EIGHTS; j += 4) {
+    int there = EIGHTS - j < 4 ? EIGHTS - j : 4;
     uint32 words[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (j + i < ROWS / 8) words[i] = turn(numbers[j + i]);
+      if (j + i < EIGHTS) words[i] = turn(numbers[j + i]);
     transpose(words);  // the lane now has 8 outputs of row 8 * (j + lane % 4) + lane / 4
     int m = tile.first + 8 * (j + lane % 4) + lane / 4;
     if (lane % 4 < there && m < tile.last && column < end) {
@@ -34,17 +34,17 @@ __device__ __forceinline__ void store(
 
 // Bias, activation, and storing. A thread has sums[4 * j + 2 * half + i]: row lane / 4 + 8 * half of its warp's 16 rows
 // of the weight, and row 8 * j + lane % 4 * 2 + i of x. EVENS_FIRST, for outputs of an activation, and `end`: see `store`.
-template <bool EVENS_FIRST>
+template <bool EVENS_FIRST, int SUMS>
 __device__ __forceinline__ void finish(
-    const Call &call, float (&sums)[ROWS / 2], const Tile &tile, const int (&own)[2], int warp, int end
+    const Call &call, float (&sums)[SUMS], const Tile &tile, const int (&own)[2], int warp, int end
 ) {
   float bias[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) bias[half] = call.bias && own[half] >= 0 ? widen(call.bias[own[half]]) : 0.0f;
-  uint32 numbers[ROWS / 8];
+  uint32 numbers[SUMS / 4];
 #if GATE
 #pragma unroll
-  for (int j = 0; j < ROWS / 8; ++j) {
+  for (int j = 0; j < SUMS / 4; ++j) {
     float out[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -56,7 +56,7 @@ __device__ __forceinline__ void finish(
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j)
+    for (int j = 0; j < SUMS / 4; ++j)
       numbers[j] = narrow(sums[4 * j + 2 * half] + bias[half], sums[4 * j + 2 * half + 1] + bias[half]);
     store<false>(call, numbers, tile, tile.output + warp * 16 + half * 8, end);
   }

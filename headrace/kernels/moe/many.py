@@ -59,13 +59,13 @@ def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
 
 
 @cache_compiled
-def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) -> bool:
+def _can_compile(device: torch.device, code: Code, gate: str) -> bool:
     """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of
     any size need: those of a start are small or the largest, and no request may wait for a compiler."""
     wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [PROBE]
     with fallback("experts of many tokens run in Triton, or dequantised"):
         for rows, kind in wanted:
-            sorted_rows.find_kernel(_tile_of(rows), kind, num_experts, device)
+            sorted_rows.find_kernel(_tile_of(rows), kind, device)
         return True
     return False
 
@@ -77,7 +77,7 @@ def run_experts(
     (num_tokens, top_k), width = ids.shape, x.shape[1]
     num_experts = down[0].out_features // width
     code, gated = gate_up[0].code, Gated(*gate)
-    if not takes(gate_up[0], down[0]) or not _can_compile(x.device, num_experts, code, gated.kind):
+    if not takes(gate_up[0], down[0]) or not _can_compile(x.device, code, gated.kind):
         return None
     order, place, ends = group_pairs(ids, num_experts)
     rows = hopper.gather_rows(x, order, ends, top_k, evens_first=code is Code.E2M1)

@@ -92,12 +92,12 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Ti
 
 
 @cache_compiled
-def _can_compile(device: torch.device, num_experts: int, gate: str) -> bool:
+def _can_compile(device: torch.device, gate: str) -> bool:
     """Whether the kernels of all tiles can be compiled and loaded; if not, with a warning. All are, as no request may
     wait for a compiler."""
     with fallback("experts of many tokens keep exact activations"):
         for tile, kind in product(TILES, ("", gate)):
-            sorted_rows.find_kernel(tile, kind, num_experts, device)
+            sorted_rows.find_kernel(tile, kind, device)
         return True
     return False
 
@@ -109,7 +109,7 @@ def run_many(
     (num_tokens, top_k), num_experts, gated = ids.shape, down[0].out_features // x.shape[1], Gated(*gate)
     if not parts.takes(gate_up[0], down[0]):
         return None
-    if not _can_compile(x.device, num_experts, gated.kind):
+    if not _can_compile(x.device, gated.kind):
         return None
     ids, tile = ids.contiguous(), choose_tile(num_tokens, top_k, num_experts)
     _order, place, ends = group_pairs(ids, num_experts)

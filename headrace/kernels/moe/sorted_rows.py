@@ -47,11 +47,8 @@ class Tile:
 
     @property
     def box(self) -> int:
-        """Rows that are copied at a time: of bfloat16 all."""
-        if not self.is_fp8:
-            return self.rows
-        largest = self.rows if self.rows <= 96 else 64
-        return next(box for box in (96, 64, 48, 32, 16) if self.rows % box == 0 and box <= largest)
+        """Rows that are copied at a time."""
+        return self.rows if self.rows <= 96 else 64 if self.rows <= 128 else 32
 
 
 class _Call(ctypes.Structure):
@@ -59,7 +56,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("scales", "bias", "ends", "out")),
-        *((name, c_int) for name in ("outputs", "inputs", "words")),
+        *((name, c_int) for name in ("outputs", "inputs", "words", "experts")),
         *((name, c_float) for name in ("limit", "alpha", "up_offset")),
     )
 
@@ -71,12 +68,12 @@ class _RoundedCall(_Call):
 
 
 @cache_compiled
-def find_kernel(tile: Tile, gate: str, num_experts: int, device: torch.device) -> CudaKernel:
+def find_kernel(tile: Tile, gate: str, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    source, macros = ("mxfp4_rounded", {"BOX": tile.box, "FP8": 1}) if tile.is_fp8 else ("mxfp4_product", {})
+    source, macros = ("mxfp4_rounded", {"FP8": 1}) if tile.is_fp8 else ("mxfp4_product", {})
     return load_kernel(
-        source, device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages, GATE=GATES[gate],
-        EXPERTS=num_experts, **macros,
+        source, device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages, BOX=tile.box,
+        GATE=GATES[gate], **macros,
     )
 
 
@@ -97,13 +94,13 @@ def multiply(
         return out
     about = {
         "scales": weight.scales.data_ptr(), "bias": address_of(bias), "ends": ends.data_ptr(), "out": out.data_ptr(),
-        "outputs": outputs, "inputs": rows.shape[1], "words": weight.scales.shape[1] // 4,
+        "outputs": outputs, "inputs": rows.shape[1], "words": weight.scales.shape[1] // 4, "experts": len(ends),
         "limit": gated.limit, "alpha": gated.alpha, "up_offset": gated.up_offset,
     }
     call = _Call(**about) if x_scales is None else _RoundedCall(**about, x_scales=x_scales.data_ptr())
     width = 64 * tile.groups
     tiles = count_tiles(num_rows, tile.rows, len(ends)) * ceil_div(outputs, width // 2 if gated.kind else width)
-    find_kernel(tile, gated.kind, len(ends), rows.device).launch(
+    find_kernel(tile, gated.kind, rows.device).launch(
         min(tiles, count_sms(rows.device)), 128 * (tile.groups + 1),
         describe_boxes(rows, (tile.box, BLOCK if tile.is_fp8 else BLOCK // 2)),
         describe_weight(weight.codes, width, HALF, outputs if gated.kind else 0), call, is_dependent=True,
