@@ -28,6 +28,7 @@ from headrace.kernels.linear import hopper, wave_product, waves
 from headrace.kernels.linear.triton import linear_pdl
 from headrace.kernels.linear.wave_product import Scales
 from headrace.kernels.linear.waves import Tile
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import rms_norm_pdl, silu_mul_pdl
 
 EPS = 1e-6
@@ -64,7 +65,7 @@ class Kind:
     def run_library(self, x: Normed, weight: torch.Tensor | DeviceCodes) -> object:
         if isinstance(x, Fp8Rows):
             out = multiply_rows(x, weight, None, BF16)
-            return gate_rows_pdl(out, self.activation) if self.activation else out
+            return gate_rows_pdl(out, Gate(self.activation)) if self.activation else out
         out = linear_pdl(x, weight, None)
         return silu_mul_pdl(out) if self.activation else out
 

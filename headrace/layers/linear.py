@@ -110,6 +110,11 @@ class Linear(StorableLayer):
         begun, out = self._begin(x, self.lora, is_wide=self._is_wide)
         return self.lora.finish(begun, out)
 
+    def multiply_rows(self, rows: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
+        """As `compute_share`, of what `gate_rows` has made."""
+        assert isinstance(self.stored, CodedWeight)
+        return self.stored.multiply_rows(rows, self._own_bias, dtype)
+
     def _multiply_adapted(self, x: torch.Tensor, activation: str = "") -> torch.Tensor | None:
         """The product and what adapters add, then the gated ``activation`` if one is named, in one kernel; None where
         more are as fast."""
@@ -223,11 +228,11 @@ class Linear(StorableLayer):
     def _coded(self) -> CodedWeight | None:
         return self.stored if plain_weight(self) is None and isinstance(self.stored, CodedWeight) else None
 
-    def gate_rows(self, x: torch.Tensor, activation: str) -> Fp8Rows | None:
-        """The gated ``activation`` [T, I] of x [T, 2I] in FP8, where this product takes such rows; else None."""
+    def gate_rows(self, x: torch.Tensor, gate: Gate) -> Fp8Rows | None:
+        """The gated activation [T, I] of x [T, 2I] in FP8, where this product takes such rows; else None."""
         coded = self._coded
         group = None if coded is None or self._has_adapters else coded.find_row_group(x.shape[0])
-        return None if group is None else self._gate_rows(x, activation, group)
+        return None if group is None else self._gate_rows(x, gate, group)
 
     def read(self, norm: Norm, residual: Residual, activation: str = "") -> torch.Tensor | None:
         """``product(norm(residual))``, then the gated ``activation`` if one is named, with fewer kernels than one after

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.rowwise import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL, Gate
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
@@ -62,11 +63,19 @@ class GatedMlp(Branch):
         self._fused = describe_gate(spec) if self.activation or spec.clamp is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self._gate(x))
+        out = self.compute_share(x)
+        return out if self.down.group is None else self.down.group.all_reduce(out)
 
     def compute_share(self, x: torch.Tensor) -> torch.Tensor:
         """``forward`` without the sum over ranks."""
-        return self.down.compute_share(self._gate(x))
+        gated = self._fuse_gate(x)
+        if gated is not None:
+            return self.down.compute_share(gated)
+        product = self.gate_up(x)
+        rows = self._gate_rows(product)
+        if rows is not None:
+            return self.down.multiply_rows(rows, product.dtype)
+        return self.down.compute_share(self._activate(product))
 
     def read(self, norm: Norm, residual: Residual) -> torch.Tensor:
         x, is_gated = self._read_gate_up(norm, residual)
@@ -78,8 +87,7 @@ class GatedMlp(Branch):
 
     def _add(self, norm: Norm, residual: Residual) -> None:
         x, is_gated = self._read_gate_up(norm, residual)
-        # the next product's rows in FP8, if it takes them so
-        rows = self.down.gate_rows(x, self.activation) if self.activation and not is_gated else None
+        rows = None if is_gated else self._gate_rows(x)
         if rows is None:
             self.down.add_to(residual, x if is_gated else self._activate(x))
         else:
@@ -97,9 +105,9 @@ class GatedMlp(Branch):
         gated = self._fuse_gate(x)
         return (self.gate_up(x), False) if gated is None else (gated, True)
 
-    def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self._fuse_gate(x)
-        return self._activate(self.gate_up(x)) if gated is None else gated
+    def _gate_rows(self, product: torch.Tensor) -> Fp8Rows | None:
+        """The next product's rows in FP8, if it takes them so."""
+        return None if self._fused is None else self.down.gate_rows(product, self._fused)
 
     def _fuse_gate(self, x: torch.Tensor) -> torch.Tensor | None:
         """Product and activation in one kernel; None where two are as fast."""

@@ -386,8 +386,8 @@ NORM_ROWS = Operation("norm with fp8 rows kernel")
 `ADD_RMS_NORM`, or for no x `RMS_NORM` of the residual, then `QUANTISE_ROWS`."""
 
 GATE_ROWS = Operation("gated activation with fp8 rows kernel")
-"""``gate_rows(x [T, 2F], activation, group=0) -> Fp8Rows`` of [T, F]: `SILU_MUL` or `GELU_TANH_MUL`, then
-`QUANTISE_ROWS`."""
+"""``gate_rows(x [T, 2F], gate: Gate, group=0) -> Fp8Rows`` of [T, F]: `SILU_MUL`, `GELU_TANH_MUL` or `CLAMPED_SWIGLU`,
+then `QUANTISE_ROWS`."""
 
 for _operation, _name in ((QUANTISE_ROWS, "quantise_rows"), (NORM_ROWS, "norm_rows"), (GATE_ROWS, "gate_rows")):
     _operation.add("reference", f"headrace.kernels.coded_linear.reference:{_name}", doc="plain torch")

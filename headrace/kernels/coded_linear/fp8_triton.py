@@ -14,6 +14,7 @@ from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear import reference
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES, add_splits, apply_gate, count_warps
 
 MOST_CODE, LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(reference.LEAST_SCALE)
@@ -52,8 +53,8 @@ def _quantise_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(
-    x_ptr, codes_ptr, scales_ptr, x_stride, num_rows, D, GATE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr
+    x_ptr, codes_ptr, scales_ptr, x_stride, num_rows, D, limit, alpha, up_offset, GATE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +63,7 @@ def _gate_kernel(
     at = x_ptr + row.to(tl.int64) * x_stride + column
     gate = tl.load(at, mask=column < D, other=0.0).to(tl.float32)
     up = tl.load(at + D, mask=column < D, other=0.0).to(tl.float32)
-    x = apply_gate(gate, up, 0.0, 0.0, 0.0, GATE).to(x_ptr.dtype.element_ty).to(tl.float32)
+    x = apply_gate(gate, up, limit, alpha, up_offset, GATE).to(x_ptr.dtype.element_ty).to(tl.float32)
     _store_rows(x, codes_ptr, scales_ptr, row, block, num_rows, D, GROUP, BLOCK)
 
 
@@ -117,13 +118,13 @@ def quantise_rows(x: torch.Tensor, group: int = 0, *, pdl: bool = False) -> Fp8R
     return out
 
 
-def gate_rows(x: torch.Tensor, activation: str, group: int = 0, *, pdl: bool = False) -> Fp8Rows:
+def gate_rows(x: torch.Tensor, gate: Gate, group: int = 0, *, pdl: bool = False) -> Fp8Rows:
     """See `GATE_ROWS`; ``group`` is a power of two."""
     rows, width = x.shape[0], x.shape[1] // 2
     out, (block, blocks) = _allocate(rows, width, group, x.device), _split_columns(width, group)
     if rows:
         _gate_kernel[(rows, blocks)](
-            x, *out, x.stride(0), rows, width, GATE=GATES[activation], GROUP=group, BLOCK=block, PDL=pdl,
+            x, *out, x.stride(0), rows, width, *gate[1:], GATE=GATES[gate.kind], GROUP=group, BLOCK=block, PDL=pdl,
             num_warps=count_warps(block), launch_pdl=pdl
         )
     return out

@@ -11,6 +11,7 @@ from headrace.kernels.coded_linear import super_blocks
 from headrace.kernels.coded_linear.codes import decode
 from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes, Fp8Rows
 from headrace.kernels.linear.reference import linear_float, linear_into_float
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise import reference as rowwise
 
 CHUNK_WEIGHTS = 1 << 26
@@ -69,9 +70,12 @@ def norm_rows(
     return quantise_rows(normed, group), residual
 
 
-def gate_rows(x: torch.Tensor, activation: str, group: int = 0) -> Fp8Rows:
+def gate_rows(x: torch.Tensor, gate: Gate, group: int = 0) -> Fp8Rows:
     """See `GATE_ROWS`."""
-    gated = {"silu": rowwise.silu_mul, "gelu_tanh": rowwise.gelu_tanh_mul}[activation](x)
+    if gate.is_clamped:
+        gated = rowwise.clamped_swiglu(x, limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset)
+    else:
+        gated = {"silu": rowwise.silu_mul, "gelu_tanh": rowwise.gelu_tanh_mul}[gate.kind](x)
     return quantise_rows(gated, group)
 
 

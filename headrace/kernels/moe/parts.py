@@ -86,11 +86,15 @@ def _part_kernel(
     X: tl.constexpr, BLOCK: tl.constexpr, GATHERS: tl.constexpr, PDL: tl.constexpr
 ):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
-    wait_for_previous(PDL)
-    if row < tl.load(ends_ptr + X - 1):  # entries of pairs without an expert are arbitrary
+    if GATHERS:  # both on their way at once
+        wait_for_previous(PDL)
+        end = tl.load(ends_ptr + X - 1)
+        source = (tl.load(order_ptr + row) // TOP_K).to(tl.int64)
+    else:  # kernels before the one that made the rows have made the ends
+        end = tl.load(ends_ptr + X - 1)
         source = row.to(tl.int64)
-        if GATHERS:
-            source = (tl.load(order_ptr + row) // TOP_K).to(tl.int64)
+        wait_for_previous(PDL)
+    if row < end:  # entries of pairs without an expert are arbitrary
         x = tl.load(x_ptr + source * x_stride + column, mask=column < D, other=0.0).to(tl.float32)
         # The least power of two that makes the largest number at most 448 = 1.75 * 2**8, by its exponent; of zeros one
         # whose inverse is a float as well.
