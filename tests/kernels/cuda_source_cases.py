@@ -104,7 +104,7 @@ CASES: dict[str, list[Find]] = {
     "collective": each(
         calls.find_kernel, ("sum_1_0_1", 2, BF16), ("sum_2_1_2", 2, F16), ("sent_4_1", 2, F32), ("gather", 2, BF16),
     ),
-    "expand": each(additions._find_expand, (0, 16), (1, 16), (2, 64)),
+    "expand": each(additions._find_expand, (0, 16, 16), (1, 16, 16), (2, 64, 32), (0, 16, 32)),
     "expand_norm": each(additions._find_norm, (1, 16), (2, 64)),
     "expand_norm_many": each(additions._find_norm_many, (1, 16, True), (2, 64, True), (1, 16, False)),
     "few_decodes": [

@@ -15,6 +15,18 @@ __device__ __forceinline__ Eight load(const uint16 *place, bool is_there) {
   return is_there ? *(const Eight *)place : Eight{};
 }
 
+// Copies to shared memory, to places that only the asking thread reads, in groups: behind a wait all but the latest LEFT
+// groups are there.
+__device__ __forceinline__ void copy_eight(Eight *to, const uint16 *from) {
+  asm volatile("{ .reg .u64 t; .reg .b32 there; cvta.to.shared.u64 t, %0; cvt.u32.u64 there, t;\n"
+               "cp.async.cg.shared.global [there], [%1], 16; }" ::"l"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
 // What `SHRINK` left, the additions, and which rows are whose: see kernels/lora.
 struct Additions {
   const void *sums;          // of each row, or of each place of `order`: of `splits` partial sums

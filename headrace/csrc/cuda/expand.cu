@@ -2,15 +2,17 @@
 // output [T, 2 F] that stacks gate and up, each rounded as if stored. See additions.cuh and kernels/lora.
 //
 // A block has up to 16 or 32 rows of one adapter, or of none, and each of its warps 64 columns, with a gate the same of
-// both. What bounds it is how many bytes are asked for at a time: warps share nothing and wait for nobody.
+// both. What bounds it is how many bytes are asked for at a time: warps share nothing and wait for nobody. Of 32 rows,
+// STAGED, eight are multiplied while the next are on their way to shared memory; of few, registers hold them.
 //
-// Compiled by NVRTC. Macros: MANY, see additions.cuh; GATE (0; 1 silu, 2 gelu_tanh).
+// Compiled by NVRTC. Macros: MANY, see additions.cuh; GATE (0; 1 silu, 2 gelu_tanh); STAGED (0, 1).
 
 #include "numbers.cuh"
 #include "half_pairs.cuh"
 #include "additions.cuh"
 
-constexpr int WARPS = 4, PARTS = GATE ? 2 : 1;
+constexpr int WARPS = 4, THREADS = 32 * WARPS, PARTS = GATE ? 2 : 1;
+constexpr int STAGES = 3;  // eight rows each: what is multiplied, and what is on its way
 
 struct Call {
   Additions added;
@@ -21,7 +23,7 @@ struct Call {
   int outputs, num_tiles, programs;  // F; of 128 columns at most; blocks of threads for a block of rows
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, GATE ? 5 : 6) expand(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, GATE ? 5 : 6) expand(const __grid_constant__ Call call) {
   const Additions &in = call.added;
   const int block = blockIdx.x / call.programs, nth = blockIdx.x % call.programs * WARPS + threadIdx.x / 32;
   const int64 slot = in.blocks[block];
@@ -45,23 +47,65 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, GATE ? 5 : 6) expand(co
       load_b(b[i], in, slot, 0, column + i * call.outputs, is_there);
     }
   }
-  Rows rows(in, slot, first, count);  // nor which rows are whose
+  const int mine = row_of_lane(in, first, count);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (begin >= end || (!GATE && rank[0] == 0)) return;  // alike in a warp
 
+  const auto own = [&](const Rows &rows, int i, int half) {
+    return call.x + int64(rows.pair[half]) * call.x_stride + column + i * call.outputs;
+  };
+#if STAGED
+  extern __shared__ Eight staged[];  // [STAGES, PARTS, 2 rows, THREADS]
+  const auto place = [&](int at, int i, int half) {
+    return staged + ((at / ROWS % STAGES * PARTS + i) * 2 + half) * THREADS + threadIdx.x;
+  };
+  const auto ask = [&](int at) {
+    if (at < count) {
+      const Rows rows(slot, first, count, mine, at);
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (is_there && rows.has[half]) copy_eight(place(at, i, half), own(rows, i, half));
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage * ROWS);
+  uint32 next_sums[PARTS][2];
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i)
+    load_sums(next_sums[i], in, Rows(slot, first, count, mine, 0), part + i, 0, rank[i] > 0);
+#endif
 #pragma unroll 1
-  for (int at = 0; at < count; at += ROWS, rows = Rows(in, slot, first + at, count - at)) {
+  for (int at = 0; at < count; at += ROWS) {
+    const Rows rows(slot, first, count, mine, at);
     Eight x[PARTS][2];
+#if STAGED
+    ask(at + (STAGES - 1) * ROWS);
+    wait_for_copies<STAGES - 1>();
+#endif
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        x[i][half] = load(call.x + int64(rows.pair[half]) * call.x_stride + column + i * call.outputs,
-                          is_there && rows.has[half]);
+#if STAGED
+        if (is_there && rows.has[half]) x[i][half] = *place(at, i, half);
+#else
+        x[i][half] = load(own(rows, i, half), is_there && rows.has[half]);
+#endif
     uint32 sums[PARTS][2];
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) load_sums(sums[i], in, rows, part + i, 0, rank[i] > 0);
+    for (int i = 0; i < PARTS; ++i) {
+#if STAGED
+      sums[i][0] = next_sums[i][0], sums[i][1] = next_sums[i][1];
+      if (at + ROWS < count)
+        load_sums(next_sums[i], in, Rows(slot, first, count, mine, at + ROWS), part + i, 0, rank[i] > 0);
+#else
+      load_sums(sums[i], in, rows, part + i, 0, rank[i] > 0);
+#endif
+    }
     float d[PARTS][4][4] = {};
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)

@@ -1,8 +1,9 @@
 // What adapters add to a product's output, the residual addition, and the norm behind it, in one launch: out [T, D] =
 // norm(residual + x + additions), and residual becomes that sum. See additions.cuh and kernels/lora. bfloat16.
 //
-// A cluster has up to 8 rows of one adapter, or of none, and its warps together all columns: an adapter's b is read once
-// for 8 rows, where a block for each row would read it for each.
+// A cluster has up to 8 rows of one adapter, or of none, and its warps together all columns: an adapter's b is read
+// once for 8 rows, where a block for each row would read it for each. Clusters with the first 8 rows of blocks come
+// first: of many adapters with few rows each the others are empty, and would take turns with them.
 //
 // Compiled by NVRTC. Macros: MANY, see additions.cuh; GROUPS, of 64 columns that a warp has at most.
 
@@ -21,7 +22,7 @@ struct Call {
   const uint16 *weight;  // [D]
   uint16 *out;           // [T, D]
   int64 partial_stride;
-  int x_stride, residual_stride, partials, per_block;  // clusters for a block of rows
+  int x_stride, residual_stride, partials;
   float eps, offset;
 };
 
@@ -32,7 +33,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   const uint32 bar = shared_address(&barrier);
   const Additions &in = call.added;
   const int unit = blockIdx.x / CLUSTER, program = blockIdx.x % CLUSTER, warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32, block = unit / call.per_block, at = unit % call.per_block * ROWS;
+  const int lane = threadIdx.x % 32, block = unit % in.num_blocks, at = unit / in.num_blocks * ROWS;
   const int64 slot = in.blocks[block];
   const int first = int(in.blocks[in.num_blocks + block]) + at;
   const int count = int(in.blocks[2 * in.num_blocks + block]) - at;
@@ -44,7 +45,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
 #pragma unroll
   for (int group = 0; group < GROUPS; ++group) {
     const int column = own + group * CLUSTER * WARPS * COLUMNS;
-    load_b(b[group], in, max(slot, int64(0)), 0, column, column < in.width && rank > 0);
+    load_b(b[group], in, max(slot, int64(0)), 0, column, column < in.width && slot >= 0);  // before the rank is known
   }
   const Rows rows(in, slot, first, count);  // nor which rows are whose
   if (threadIdx.x == 0) {

@@ -2,8 +2,8 @@
 // becomes that sum. Without HAS_X the product is in the residual already. See additions.cuh and kernels/lora. bfloat16.
 //
 // A cluster has a block of up to 32 rows of one adapter, or of none, eight at a time, and its warps together all
-// columns. It keeps the adapter's b, and asks for the next eight rows (cp.async, to places that only the asking thread reads)
-// before it has those at hand: else a cluster's rows would wait for memory, and then for each other, in turns.
+// columns. It keeps the adapter's b, and asks for the next eight rows (cp.async) before it has those at hand: else a
+// cluster's rows would wait for memory, and then for each other, in turns.
 //
 // Compiled by NVRTC. Macros: MANY, see additions.cuh; GROUPS, of 64 columns that a warp has at most; HAS_X (0, 1).
 
@@ -27,13 +27,6 @@ struct Call {
   float eps, offset;
 };
 
-__device__ __forceinline__ void copy_eight(Eight *to, const uint16 *from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the latest copies are there.
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, GROUPS > 1 ? 1 : 2)
     expand_norm_many(const __grid_constant__ Call call) {
   extern __shared__ Eight staged[];  // [STAGES, GROUPS, KINDS, 2 rows, THREADS]
@@ -53,7 +46,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
   for (int group = 0; group < GROUPS; ++group) {
     const int column = own + group * CLUSTER * WARPS * COLUMNS;
-    load_b(b[group], in, max(slot, int64(0)), 0, column, column < in.width && rank > 0);
+    load_b(b[group], in, max(slot, int64(0)), 0, column, column < in.width && slot >= 0);  // before the rank is known
     weight[group] = load(call.weight + column, column < in.width);
   }
   if (threadIdx.x == 0) {
@@ -101,7 +94,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       load_sums(next_sums, in, Rows(slot, first, count, mine, (step + 1) * ROWS), 0, 0, rank > 0);
     }
     commit_copies();
-    wait_for_copies();
+    wait_for_copies<STAGES - 1>();
     const Rows rows(slot, first, count, mine, step * ROWS);
     Eight total[GROUPS][2] = {};
     float square[2] = {};

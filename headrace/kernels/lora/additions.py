@@ -19,14 +19,16 @@ from headrace.kernels.rowwise.triton import GATES
 
 ROWS, COLUMNS, RANKS = 8, 64, 16
 """As in the sources: of a warp, and ranks of a product."""
-WARPS = 4
-"""Of a block of ``expand.cu``."""
+WARPS, EXPAND_STAGES = 4, 3
+"""Of a block of ``expand.cu``: warps, and how often it has room for eight rows where it has more than 16."""
 NORM_WARPS, CLUSTER = 16, 4
 """Of a block of ``expand_norm.cu`` and ``expand_norm_many.cu``, and blocks of their clusters."""
 MOST_GROUPS, FEW_ROWS = 2, 512
 """Most columns of a warp with a norm, in 64, and most rows of ``expand_norm.cu``."""
-MOST_BLOCK_ROWS, STAGES = 32, 2
-"""Of ``expand_norm_many.cu``: most rows of a block, and how often it has room for eight of them."""
+NORM_STAGES = 2
+"""How often ``expand_norm_many.cu`` has room for eight rows."""
+MOST_BLOCK_ROWS = 32
+"""Of `SlotRows.blocks`: a warp reads at once which rows a block has."""
 
 
 class _Additions(ctypes.Structure):
@@ -55,7 +57,7 @@ class _ExpandNorm(ctypes.Structure):
     _fields_ = (
         ("added", _Additions), *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
         ("partial_stride", c_int64),
-        *((name, c_int) for name in ("x_stride", "residual_stride", "partials", "per_block")), ("eps", c_float),
+        *((name, c_int) for name in ("x_stride", "residual_stride", "partials")), ("eps", c_float),
         ("offset", c_float),
     )
 
@@ -70,10 +72,12 @@ class _ExpandNormMany(ctypes.Structure):
 
 
 @cache_compiled
-def _find_expand(gate: int, ranks: int, device: torch.device) -> CudaKernel | None:
+def _find_expand(gate: int, ranks: int, block_rows: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
+    is_staged = block_rows > 2 * ROWS
+    staged = EXPAND_STAGES * (2 if gate else 1) * ROWS * WARPS * COLUMNS * 2 if is_staged else 0
     with fallback("what adapters add is added by Triton's kernels"):
-        return load_kernel("expand", device, GATE=gate, MANY=int(ranks > RANKS))
+        return load_kernel("expand", device, staged, GATE=gate, MANY=int(ranks > RANKS), STAGED=int(is_staged))
     return None
 
 
@@ -86,7 +90,7 @@ def _find_norm(groups: int, ranks: int, device: torch.device) -> CudaKernel | No
 
 @cache_compiled
 def _find_norm_many(groups: int, ranks: int, has_x: bool, device: torch.device) -> CudaKernel | None:
-    staged = STAGES * groups * (2 if has_x else 1) * ROWS * NORM_WARPS * COLUMNS * 2
+    staged = NORM_STAGES * groups * (2 if has_x else 1) * ROWS * NORM_WARPS * COLUMNS * 2
     with fallback("what adapters add to many rows before a norm is added by Triton's kernels"):
         return load_kernel(
             "expand_norm_many", device, staged, GROUPS=groups, MANY=int(ranks > RANKS), HAS_X=int(has_x)
@@ -107,7 +111,7 @@ def _describe(reduced: Reduced, bank: LowRankBank, rows: SlotRows) -> _Additions
     sums, (_, parts, ranks, _), width = reduced.sums, bank.a.shape, bank.b.shape[2]
     is_float = sums.dtype == torch.float32
     takes_sums = is_float or (sums.dtype == torch.bfloat16 and len(sums) == 1 and reduced.is_dense)
-    if not takes_sums or ranks % RANKS or any(end % 8 for end in bank.ends):
+    if not takes_sums or ranks % RANKS or any(end % 8 for end in bank.ends) or rows.block_rows > MOST_BLOCK_ROWS:
         return None
     if bank.b.dtype != torch.bfloat16 or not (_begin_at(8, bank.b) and _begin_at(2, sums)):
         return None
@@ -122,7 +126,7 @@ def expand(reduced: Reduced, out: torch.Tensor, bank: LowRankBank, rows: SlotRow
     triton.join(rows, out.device)
     added = _describe(reduced, bank, rows)
     takes = added is not None and out.dtype == torch.bfloat16 and _begin_at(8, out)
-    kernel = _find_expand(0, bank.most_ranks, out.device) if takes else None
+    kernel = _find_expand(0, bank.most_ranks, rows.block_rows, out.device) if takes else None
     if added is None or kernel is None:
         return triton.expand(reduced, out, bank, rows, pdl=True)
     num_tiles = bank.tiles.shape[1]
@@ -141,7 +145,7 @@ def expand_gated(
     triton.join(rows, x.device)
     added, size = _describe(reduced, bank, rows), x.shape[1] // 2
     takes = added is not None and x.dtype == torch.bfloat16 and _begin_at(8, x)
-    kernel = _find_expand(GATES[activation], bank.most_ranks, x.device) if takes else None
+    kernel = _find_expand(GATES[activation], bank.most_ranks, rows.block_rows, x.device) if takes else None
     if added is None or kernel is None:
         return triton.expand_gated(reduced, x, bank, rows, activation, pdl=True)
     out, programs = torch.empty((len(x), size), dtype=x.dtype, device=x.device), ceil_div(size, WARPS * COLUMNS)
@@ -158,7 +162,7 @@ def expand_add_norm(
     count, width = residual.shape
     added, groups = _describe(reduced, bank, rows), ceil_div(width, COLUMNS * NORM_WARPS * CLUSTER)
     is_few = count <= FEW_ROWS
-    fits = is_few or (x.dim() == 2 and rows.block_rows <= MOST_BLOCK_ROWS)
+    fits = is_few or x.dim() == 2
     takes = (
         added is not None and groups <= MOST_GROUPS and fits
         and all(tensor.dtype == torch.bfloat16 for tensor in (residual, norm.weight))
@@ -181,7 +185,7 @@ def expand_add_norm(
     per_block = ceil_div(min(rows.block_rows, count), ROWS)
     call = _ExpandNorm(
         added, *places, x.stride(0) if x.dim() == 3 else 0, x.stride(-2), residual.stride(0),
-        0 if x.dim() == 2 else len(x), per_block, norm.eps, norm.offset,
+        0 if x.dim() == 2 else len(x), norm.eps, norm.offset,
     )
     kernel.launch(CLUSTER * per_block * added.num_blocks, 32 * NORM_WARPS, call, is_dependent=True)
     return out, residual
