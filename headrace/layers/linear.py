@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 
-from headrace.kernels.coded_linear import GATE_ROWS
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_SUMS, NORM_LINEAR, fits
@@ -71,7 +70,6 @@ class Linear(StorableLayer):
         self._linear_sums = LINEAR_SUMS.choose(query)
         self._norm_linear = choose_fused(NORM_LINEAR, query)
         self._gated_linear = choose_fused(GATED_LINEAR, query)
-        self._gate_rows = GATE_ROWS.choose(query)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # a move to another device
@@ -110,8 +108,14 @@ class Linear(StorableLayer):
         begun, out = self._begin(x, self.lora, is_wide=self._is_wide)
         return self.lora.finish(begun, out)
 
+    def find_row_group(self, num_rows: int) -> int | None:
+        """The group of inputs by which so many rows may be rounded to FP8 (see `QUANTISE_ROWS`) for `multiply_rows`;
+        None where this product takes no such rows."""
+        coded = self._coded
+        return None if coded is None or self._has_adapters else coded.find_row_group(num_rows)
+
     def multiply_rows(self, rows: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
-        """As `compute_share`, of what `gate_rows` has made."""
+        """As `compute_share`, of rows as `find_row_group` says."""
         assert isinstance(self.stored, CodedWeight)
         return self.stored.multiply_rows(rows, self._own_bias, dtype)
 
@@ -148,7 +152,8 @@ class Linear(StorableLayer):
 
     def add_to(self, residual: Residual, x: torch.Tensor | Fp8Rows) -> None:
         """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
-        accumulated into the stream, whichever is faster. Nothing else may be pending. In FP8 x is of `gate_rows`."""
+        accumulated into the stream, whichever is faster. Nothing else may be pending. In FP8 x is as `find_row_group`
+        says."""
         if isinstance(x, Fp8Rows):
             assert isinstance(self.stored, CodedWeight)
             residual.pending = self.stored.multiply_row_sums(x, self._own_bias, residual.stream.dtype)
@@ -227,12 +232,6 @@ class Linear(StorableLayer):
     @property
     def _coded(self) -> CodedWeight | None:
         return self.stored if plain_weight(self) is None and isinstance(self.stored, CodedWeight) else None
-
-    def gate_rows(self, x: torch.Tensor, gate: Gate) -> Fp8Rows | None:
-        """The gated activation [T, I] of x [T, 2I] in FP8, where this product takes such rows; else None."""
-        coded = self._coded
-        group = None if coded is None or self._has_adapters else coded.find_row_group(x.shape[0])
-        return None if group is None else self._gate_rows(x, gate, group)
 
     def read(self, norm: Norm, residual: Residual, activation: str = "") -> torch.Tensor | None:
         """``product(norm(residual))``, then the gated ``activation`` if one is named, with fewer kernels than one after

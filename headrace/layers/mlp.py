@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.coded_linear import GATE_ROWS
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.rowwise import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL, Gate
 from headrace.layers.build import Build
@@ -59,6 +60,7 @@ class GatedMlp(Branch):
         self.down = Linear(build, size, hidden_size, bias=spec.bias)
         self._activate = choose_activation(spec, build, width=size.length)
         self.activation = spec.activation if spec.clamp is None and spec.activation in GATED_ACTIVATIONS else ""
+        self._round_gated = GATE_ROWS.choose(build.query(width=size.length))
         # what products without a norm fuse
         self._fused = describe_gate(spec) if self.activation or spec.clamp is not None else None
 
@@ -107,7 +109,8 @@ class GatedMlp(Branch):
 
     def _gate_rows(self, product: torch.Tensor) -> Fp8Rows | None:
         """The next product's rows in FP8, if it takes them so."""
-        return None if self._fused is None else self.down.gate_rows(product, self._fused)
+        group = None if self._fused is None else self.down.find_row_group(len(product))
+        return None if group is None else self._round_gated(product, self._fused, group)
 
     def _fuse_gate(self, x: torch.Tensor) -> torch.Tensor | None:
         """Product and activation in one kernel; None where two are as fast."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES, relative_error
+from devices import DEVICES, check_rows, relative_error
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
+from headrace.kernels.coded_linear.reference import quantise_rows
 from headrace.kernels.compressor import RowNorm
 from headrace.kernels.latents import LatentNorm, LatentRows, reference
 from headrace.kernels.latents.slots import Slots
@@ -79,7 +81,12 @@ def test_triton_writes_what_plain_torch_writes(
     query = torch.randn(9, 200, generator=generator).to(device, dtype)[:, 40:136]  # strided, no power of two
     weight = (torch.rand(96, generator=generator) + 0.5).to(device, dtype)
     normalised = finish(RowNorm(query, weight, 1e-6), LatentRows(x, norm, positions, ours, numbers), ())
-    assert normalised.dtype == dtype and relative_error(normalised, rms_norm(query, weight, 1e-6)) < tolerance
+    assert isinstance(normalised, torch.Tensor) and normalised.dtype == dtype
+    assert relative_error(normalised, rms_norm(query, weight, 1e-6)) < tolerance
+    for group in (0, 32, 128):  # in FP8, as the product of queries takes them
+        rows = finish(RowNorm(query, weight, 1e-6, group), LatentRows(x, norm, positions, ours, numbers), ())
+        assert isinstance(rows, Fp8Rows)
+        check_rows(rows, quantise_rows(normalised, group), device)
     reference.write_latents(LatentRows(x, norm, positions, theirs, numbers))
     everything = torch.arange(4 * PAGE, device=device)
     assert relative_error(ours.gather(numbers, torch.float32), theirs.gather(numbers, torch.float32)) < (

@@ -22,7 +22,7 @@ GROUPS_AT_ONCE = 8
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     x, codes_ptr, scales_ptr, row, block, num_rows, D, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Store ``x`` [BLOCK] float32, columns from ``block`` * BLOCK on, in FP8: with a scale per GROUP (0: one)."""
@@ -48,7 +48,7 @@ def _quantise_kernel(
     column = block * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=column < D, other=0.0).to(tl.float32)
-    _store_rows(x, codes_ptr, scales_ptr, row, block, num_rows, D, GROUP, BLOCK)
+    store_rows(x, codes_ptr, scales_ptr, row, block, num_rows, D, GROUP, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -64,7 +64,7 @@ def _gate_kernel(
     gate = tl.load(at, mask=column < D, other=0.0).to(tl.float32)
     up = tl.load(at + D, mask=column < D, other=0.0).to(tl.float32)
     x = apply_gate(gate, up, limit, alpha, up_offset, GATE).to(x_ptr.dtype.element_ty).to(tl.float32)
-    _store_rows(x, codes_ptr, scales_ptr, row, block, num_rows, D, GROUP, BLOCK)
+    store_rows(x, codes_ptr, scales_ptr, row, block, num_rows, D, GROUP, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -90,10 +90,10 @@ def _norm_kernel(
         total = total.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(total * total, axis=0) / D + eps)
     normed = (total * rstd * weight).to(dtype).to(tl.float32)
-    _store_rows(normed, codes_ptr, scales_ptr, row, 0, num_rows, D, GROUP, BLOCK)
+    store_rows(normed, codes_ptr, scales_ptr, row, 0, num_rows, D, GROUP, BLOCK)
 
 
-def _allocate(rows: int, width: int, group: int, device: torch.device) -> Fp8Rows:
+def allocate_rows(rows: int, width: int, group: int, device: torch.device) -> Fp8Rows:
     codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
     shape = (ceil_div(width, group), rows) if group else (rows,)
     return Fp8Rows(codes, torch.empty(shape, dtype=torch.float32, device=device))
@@ -109,7 +109,7 @@ def quantise_rows(x: torch.Tensor, group: int = 0, *, pdl: bool = False) -> Fp8R
     """See `QUANTISE_ROWS`; ``group`` is a power of two."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = x.shape
-    out, (block, blocks) = _allocate(rows, width, group, x.device), _split_columns(width, group)
+    out, (block, blocks) = allocate_rows(rows, width, group, x.device), _split_columns(width, group)
     if rows:
         _quantise_kernel[(rows, blocks)](
             x, *out, x.stride(0), rows, width, GROUP=group, BLOCK=block, PDL=pdl, num_warps=count_warps(block),
@@ -121,7 +121,7 @@ def quantise_rows(x: torch.Tensor, group: int = 0, *, pdl: bool = False) -> Fp8R
 def gate_rows(x: torch.Tensor, gate: Gate, group: int = 0, *, pdl: bool = False) -> Fp8Rows:
     """See `GATE_ROWS`; ``group`` is a power of two."""
     rows, width = x.shape[0], x.shape[1] // 2
-    out, (block, blocks) = _allocate(rows, width, group, x.device), _split_columns(width, group)
+    out, (block, blocks) = allocate_rows(rows, width, group, x.device), _split_columns(width, group)
     if rows:
         _gate_kernel[(rows, blocks)](
             x, *out, x.stride(0), rows, width, *gate[1:], GATE=GATES[gate.kind], GROUP=group, BLOCK=block, PDL=pdl,
@@ -136,7 +136,7 @@ def norm_rows(
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """See `NORM_ROWS`; writes the new residual in place."""
     rows, width = residual.shape
-    out, block = _allocate(rows, width, group, residual.device), max(next_power_of_2(width), group)
+    out, block = allocate_rows(rows, width, group, residual.device), max(next_power_of_2(width), group)
     has_x, num_splits = x is not None, 1 if x is None or x.dim() == 2 else len(x)
     x = residual if x is None else x
     if rows:

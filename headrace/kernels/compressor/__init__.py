@@ -73,11 +73,13 @@ logits to the row of that number (page * rows of a page + row); tokens may share
 
 
 class RowNorm(NamedTuple):
-    """Rows ``x`` [T, L], which may be strided, to be RMS-normalised with the ``weight`` [L] and ``eps``."""
+    """Rows ``x`` [T, L], which may be strided, to be RMS-normalised with the ``weight`` [L] and ``eps``. With a
+    ``group`` they are then rounded to FP8 as by `QUANTISE_ROWS`."""
 
     x: torch.Tensor
     weight: torch.Tensor
     eps: float
+    group: int | None = None
 
 
 class Pool(NamedTuple):
@@ -93,11 +95,11 @@ class Pool(NamedTuple):
 
 
 FINISH_PROJECTIONS = Operation("latent step kernel")
-"""``finish(query: RowNorm, latents: LatentRows, pools: tuple[Pool, ...]) -> [T, L]``: what follows the products with a
-layer's input: the normalised rows of the query, latents written, and up to two pools. ``pools`` are for steps in which
-each token is the only one of a request, in order, and no two requests share pages that either writes: then token t is
-candidate t of the windows. All rotate by one table. The query's shape has ``head_dim``, ``rotary_dim`` and ``packed``
-of latents and of the first pool's entries.
+"""``finish(query: RowNorm, latents: LatentRows, pools: tuple[Pool, ...]) -> [T, L] | Fp8Rows``: what follows the
+products with a layer's input: the normalised rows of the query, latents written, and up to two pools. ``pools`` are for
+steps in which each token is the only one of a request, in order, and no two requests share pages that either writes:
+then token t is candidate t of the windows. All rotate by one table. The query's shape has ``head_dim``, ``rotary_dim``
+and ``packed`` of latents and of the first pool's entries.
 """
 
 COMPRESS.add("reference", "headrace.kernels.compressor.reference:compress", doc="plain torch")

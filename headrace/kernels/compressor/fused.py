@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
+from headrace.kernels.coded_linear.fp8_triton import allocate_rows, store_rows
 from headrace.kernels.compressor import Pool, RowNorm
 from headrace.kernels.compressor.triton import ROWS, pool_window
 from headrace.kernels.latents import GROUP, LatentRows
@@ -53,18 +55,18 @@ def _pool_token(
 
 
 # alignment of pointers whose numbers are read one at a time, of a chunk or a cache group that begins anywhere
-@triton.jit(do_not_specialize_on_alignment=[
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=[
     "positions_ptr", "kv_lens_ptr", "a_state_table_ptr", "a_entry_table_ptr", "b_state_table_ptr", "b_entry_table_ptr",
 ])
 def _finish_kernel(
-    q_ptr, q_weight_ptr, q_out_ptr, q_stride, q_eps, x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, numbers_ptr,
-    x_stride, eps, codes_ptr, wide_ptr, scales_ptr, kv_lens_ptr,
+    q_ptr, q_weight_ptr, q_out_ptr, q_scales_ptr, q_stride, num_tokens, q_eps, x_ptr, weight_ptr, cos_sin_ptr,
+    positions_ptr, numbers_ptr, x_stride, eps, codes_ptr, wide_ptr, scales_ptr, kv_lens_ptr,
     a_projected_ptr, a_rows_ptr, a_numbers_ptr, a_values_ptr, a_gates_ptr, a_state_table_ptr, a_ape_ptr, a_weight_ptr,
     a_entry_table_ptr, a_projected_stride, a_state_width, a_entry_width, a_eps, a_codes_ptr, a_wide_ptr, a_scales_ptr,
     b_projected_ptr, b_rows_ptr, b_numbers_ptr, b_values_ptr, b_gates_ptr, b_state_table_ptr, b_ape_ptr, b_weight_ptr,
     b_entry_table_ptr, b_projected_stride, b_state_width, b_entry_width, b_eps, b_codes_ptr, b_wide_ptr, b_scales_ptr,
-    L: tl.constexpr, BLOCK_L: tl.constexpr, E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr,
-    SLOT: tl.constexpr, HOW: tl.constexpr, SCALES: tl.constexpr,
+    L: tl.constexpr, BLOCK_L: tl.constexpr, ROUNDS: tl.constexpr, Q_GROUP: tl.constexpr, E: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr, SCALES: tl.constexpr,
     A_E: tl.constexpr, A_S: tl.constexpr, A_PAGE: tl.constexpr, A_SLOT: tl.constexpr, A_HOW: tl.constexpr,
     A_SCALES: tl.constexpr, A_RATIO: tl.constexpr, A_REACH: tl.constexpr, A_WIDTH: tl.constexpr,
     A_BLOCK_W: tl.constexpr, A_BLOCK: tl.constexpr, A_RING: tl.constexpr, A_STATE_ROWS: tl.constexpr,
@@ -85,7 +87,11 @@ def _finish_kernel(
         x = tl.load(q_ptr + token * q_stride + at, mask=at < L, other=0.0).to(tl.float32)
         weight = tl.load(q_weight_ptr + at, mask=at < L, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / L + q_eps) * weight
-        tl.store(q_out_ptr + token * L + at, x.to(q_out_ptr.dtype.element_ty), mask=at < L)
+        x = x.to(q_ptr.dtype.element_ty)
+        if ROUNDS:
+            store_rows(x.to(tl.float32), q_out_ptr, q_scales_ptr, token, 0, num_tokens, L, Q_GROUP, BLOCK_L)
+        else:
+            tl.store(q_out_ptr + token * L + at, x, mask=at < L)
     if POOLS > 0:  # noqa: SIM102 (a constant: without pools nothing below is compiled)
         if role == 0:
             _pool_token(
@@ -137,10 +143,15 @@ def _no_pool(anything: torch.Tensor) -> dict[str, Any]:
 
 def finish(
     query: RowNorm, latents: LatentRows, pools: tuple[Pool, ...], *, pdl: bool = False
-) -> torch.Tensor:
-    """See `FINISH_PROJECTIONS`."""
+) -> torch.Tensor | Fp8Rows:
+    """See `FINISH_PROJECTIONS`; a group is a power of two."""
     (num_tokens, width), head_dim, table = query.x.shape, latents.x.shape[1], latents.norm.cos_sin
-    out = torch.empty((num_tokens, width), dtype=query.x.dtype, device=query.x.device)
+    out: torch.Tensor | Fp8Rows
+    if query.group is None:
+        out = torch.empty((num_tokens, width), dtype=query.x.dtype, device=query.x.device)
+        written = out, out  # the latter not
+    else:
+        written = out = allocate_rows(num_tokens, width, query.group, query.x.device)
     assert len(pools) <= MOST_POOLS and all(pool.norm.cos_sin is table for pool in pools)
     if not num_tokens:
         return out
@@ -151,11 +162,12 @@ def finish(
         for letter, arguments in zip("ab", own, strict=True) for name, value in arguments.items()
     }
     _finish_kernel[(num_tokens, 2 + len(pools))](
-        query.x, query.weight, out, query.x.stride(0), query.eps, latents.x, latents.norm.weight, table,
-        latents.positions, latents.numbers, latents.x.stride(0), latents.norm.eps, where.pop("codes_ptr"),
+        query.x, query.weight, *written, query.x.stride(0), num_tokens, query.eps, latents.x, latents.norm.weight,
+        table, latents.positions, latents.numbers, latents.x.stride(0), latents.norm.eps, where.pop("codes_ptr"),
         where.pop("wide_ptr"), where.pop("scales_ptr"),
         pools[0].windows.kv_lens if pools else latents.positions, **named, **where, L=width,
-        BLOCK_L=next_power_of_2(width), E=head_dim, R=table.shape[1], SCALES=scale_step(where["HOW"], head_dim),
+        BLOCK_L=max(next_power_of_2(width), query.group or 0), ROUNDS=query.group is not None, Q_GROUP=query.group or 0,
+        E=head_dim, R=table.shape[1], SCALES=scale_step(where["HOW"], head_dim),
         GROUP=GROUP, ROWS=ROWS, POOLS=len(pools), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
+from headrace.kernels.coded_linear.reference import quantise_rows
 from headrace.kernels.compressor import EntryPages, Pool, Pooling, RowNorm, StatePages, Windows
 from headrace.kernels.latents import LatentNorm, LatentRows
 from headrace.kernels.latents.reference import hadamard, make_latents, write_latents
@@ -66,10 +68,11 @@ def store_state(projected: torch.Tensor, state: StatePages, rows: torch.Tensor) 
         pages.view(-1, part.shape[1]).index_copy_(0, rows, part)
 
 
-def finish(query: RowNorm, latents: LatentRows, pools: tuple[Pool, ...]) -> torch.Tensor:
+def finish(query: RowNorm, latents: LatentRows, pools: tuple[Pool, ...]) -> torch.Tensor | Fp8Rows:
     """See `FINISH_PROJECTIONS`."""
     write_latents(latents)
     for pool in pools:
         store_state(pool.projected, pool.state, pool.rows)
         compress(pool.projected, pool.windows, pool.state, pool.pooling, pool.norm, pool.entries)
-    return rms_norm(query.x, query.weight, query.eps)
+    normalised = rms_norm(query.x, query.weight, query.eps)
+    return normalised if query.group is None else quantise_rows(normalised, query.group)

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.coded_linear.forms import CodedWeight, multiply_in_groups
 from headrace.kernels.coded_linear.reference import multiply_groups
 from headrace.kernels.compressor import FINISH_PROJECTIONS, RowNorm
@@ -105,7 +106,7 @@ class V4Attention(nn.Module):
         ]
         is_fused = all(_has_decodes_alone(compressor, batch) for compressor in compressors)
         latent = self._finish[is_packed](  # [T, q_lora_rank]
-            RowNorm(latent, self.q_norm.weight, self.norm_eps),
+            RowNorm(latent, self.q_norm.weight, self.norm_eps, self._find_row_group(len(x))),
             LatentRows(
                 kv, LatentNorm(self.kv_norm.weight, self.norm_eps, cos_sin), batch.positions, slots, step.inputs.slots
             ),
@@ -118,7 +119,8 @@ class V4Attention(nn.Module):
         parts: Iterable[tuple[slice, SeenSlots | None]] = [(slice(0, len(x)), None)]
         if self.compressor is not None:
             parts = self._read_entries(self.compressor.entries, latent, projected[:, ends[-1] :], batch)
-        q = self.q_up(latent).unflatten(-1, (self.num_heads, heads.head_dim))  # [T, H, E]
+        q = self.q_up.multiply_rows(latent, x.dtype) if isinstance(latent, Fp8Rows) else self.q_up(latent)
+        q = q.unflatten(-1, (self.num_heads, heads.head_dim))  # [T, H, E]
         mixed = [
             self._attend[is_packed](
                 Queries(q[tokens], batch.positions[tokens], cos_sin, self.norm_eps), window.take(tokens), entries,
@@ -128,8 +130,14 @@ class V4Attention(nn.Module):
         ]
         return self.output.compute_share(self.mix(mixed[0] if len(mixed) == 1 else torch.cat(mixed)))
 
+    def _find_row_group(self, num_tokens: int) -> int | None:
+        """The group of inputs by which queries' latents are rounded to FP8, if all their products take such rows."""
+        products = [self.q_up] if self.indexer is None else [self.q_up, self.indexer.q]
+        groups = {product.find_row_group(num_tokens) for product in products}
+        return groups.pop() if len(groups) == 1 else None
+
     def _read_entries(
-        self, place: Place, latent: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
+        self, place: Place, latent: torch.Tensor | Fp8Rows, weights: torch.Tensor, batch: ForwardBatch
     ) -> Iterable[tuple[slice, SeenSlots | None]]:
         """Spans of tokens, with the compressed entries that each of them attends to; ``weights`` [T, H] are those of
         index heads. A span is attended to before the next is asked for: it may overwrite what this one reads."""
@@ -139,7 +147,7 @@ class V4Attention(nn.Module):
         if hot is not None:
             assert place.pages.hot is not None
             return hot.read(place.pages.hot, chosen, open_slots)
-        everything, view = slice(0, len(latent)), backend.view
+        everything, view = slice(0, len(weights)), backend.view
         if chosen is None:
             return [(everything, SeenSlots(place.slots, backend.list_all(), view.visible, view.requests))]
         return [(everything, SeenSlots(place.slots, chosen, view.visible))]

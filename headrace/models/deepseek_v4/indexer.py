@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.sparse_attention import INDEX_SCORES, SELECT_ENTRIES, Queries
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
@@ -22,7 +23,7 @@ class Indexer(nn.Module):
 
     def __init__(self, spec: DeepseekV4Spec, rotary: RotaryTable, build: Build):
         super().__init__()
-        self.spec, self.rotary = spec.indexer, rotary
+        self.spec, self.rotary, self._dtype = spec.indexer, rotary, build.dtype
         self.q = Linear(build, spec.heads.q_lora_rank, self.spec.num_heads * self.spec.head_dim)
         self.compressor = Compressor(
             self.spec.head_dim, OVERLAPPING, norm_eps=spec.norm_eps, rotary=rotary, build=build
@@ -32,7 +33,7 @@ class Indexer(nn.Module):
         self._select = SELECT_ENTRIES.choose(build.query())
 
     def forward(
-        self, latent: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch, entries: EntriesBackend
+        self, latent: torch.Tensor | Fp8Rows, weights: torch.Tensor, batch: ForwardBatch, entries: EntriesBackend
     ) -> torch.Tensor | None:
         """The query latents [T, L] and the heads' ``weights`` [T, H], which may be strided, to slots of the selected
         ``entries``, [T, k] int64, padded with -1; None if no request has more entries than are selected. The step's
@@ -44,7 +45,8 @@ class Indexer(nn.Module):
         longest, top_k = own.view.longest, self.spec.top_k
         if longest <= top_k:
             return None
-        q = self.q(latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
+        q = self.q.multiply_rows(latent, self._dtype) if isinstance(latent, Fp8Rows) else self.q(latent)
+        q = q.unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         queries = Queries(q, batch.positions, self.rotary.cos_sin, 0.0)
         scale = (self.spec.head_dim * self.spec.num_heads) ** -0.5
         chosen, tile = [], max(1, own.scores_at_once // longest)
