@@ -17,6 +17,7 @@ import io
 import json
 import os
 import random
+import string
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -36,7 +37,7 @@ MARKS = (
     "<|video_pad|>",
 )
 FIRST_MARK = 256
-"""Ids below are bytes."""
+"""Ids below are text."""
 TEMPLATE = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}\
 {% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}\
 {% endif %}{% endfor %}"""
@@ -59,10 +60,14 @@ JPEGS = 4
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """Configuration, tokenizer of bytes, chat template and image processor."""
+    """Configuration, tokenizer, chat template and image processor."""
     (text, vision), whole = SHAPES[shape], MODELS["qwen2.5-vl-7b"]
-    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    # Every id is text, marks too, and ASCII. With bytes of their own, random tokens would begin characters of several
+    # bytes, whose text a server keeps back: gaps between pieces of text would be of several steps.
+    characters = [chr(byte) for byte in range(33, 127)] + [chr(256 + i) for i in range(34)]  # as ByteLevel writes them
+    pairs = [first + second for first in string.ascii_lowercase for second in string.ascii_lowercase]
+    words = {word: i for i, word in enumerate([*characters, *pairs][:FIRST_MARK])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
@@ -112,6 +117,7 @@ class Streams:
             body = {
                 "model": "default", "messages": [{"role": "user", "content": f"{number} {turn} and so on"}],
                 "max_tokens": count, "ignore_eos": True, "stream": True, "temperature": 1.0,
+                "skip_special_tokens": False,
             }
             reader, writer = await post(self._port, json.dumps(body).encode())
             try:
