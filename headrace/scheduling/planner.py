@@ -180,7 +180,11 @@ class Planner:
         ready = self._find_ready()
         lengths = self._drafting.choose_lengths(ready, self._limit.tokens) if self._drafting.has_drafts else None
         if lengths is None or not self._grow_for_drafts(spans, ready, lengths):
+            count = self._running.num_running
             ready = self._grow_decodes(spans, ready)
+            while not ready and self._running.num_running < count:  # one stage's part was retracted: the next one's turn
+                count = self._running.num_running
+                ready = self._grow_decodes(spans, self._find_ready())
             lengths = [1] * len(ready)
         spans.requests = ready
         spans.num_decodes = len(ready)
@@ -322,7 +326,8 @@ class Planner:
                 share = self._limit_chunk(request, budget.most(request.planned_len), budget)
                 if share > 0:  # else it runs, and waits for encoders
                     length = self._add_chunk(spans, request, share)
-                    assert length > 0 or request.media, f"{request} was admitted without a page to start with"
+                    if not length:  # trimmed decodes are promised more, and what they shared did not come free: it waits
+                        break
                     budget.take(spans.begins[-1], length, has_media=bool(request.media))
             room -= verdict is not Verdict.FOLLOWS
         queue.end_step()

@@ -150,7 +150,7 @@ class SuffixDrafter:
             if len(ends) == 1 and ends[0] < size:  # nothing left to vote on
                 run = text[ends[0] : ends[0] + limit - len(token_ids)]
                 for known, token in enumerate(run, length + len(token_ids)):
-                    if not path.add(token, known / (known + DOUBT)):
+                    if not path.add(token, 1 / (1 + DOUBT / known)):
                         return path
                 ends = [ends[0] + len(run)]
                 continue
