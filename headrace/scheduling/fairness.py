@@ -99,10 +99,16 @@ class FairLine:
         self._choose = choose
         self._num_running = num_running
         self._root = Share()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)  # below all arrival numbers when negative
 
     def __len__(self) -> int:
         return self._root.size
+
+    def __contains__(self, share: Share) -> bool:
+        node: Share | None = self._root
+        for key in share.path:
+            node = None if node is None else node.children.get(key)
+        return node is share
 
     def push(self, request: Request, path: Path) -> None:
         """Let a request wait at a node. At an inner one it goes before all that wait below."""

@@ -182,7 +182,7 @@ class Planner:
         if lengths is None or not self._grow_for_drafts(spans, ready, lengths):
             count = self._running.num_running
             ready = self._grow_decodes(spans, ready)
-            while not ready and self._running.num_running < count:  # one stage's part was retracted: the next one's turn
+            while not ready and self._running.num_running < count:  # a part was retracted: the next one may go on
                 count = self._running.num_running
                 ready = self._grow_decodes(spans, self._find_ready())
             lengths = [1] * len(ready)
@@ -326,7 +326,7 @@ class Planner:
                 share = self._limit_chunk(request, budget.most(request.planned_len), budget)
                 if share > 0:  # else it runs, and waits for encoders
                     length = self._add_chunk(spans, request, share)
-                    if not length:  # trimmed decodes are promised more, and what they shared did not come free: it waits
+                    if not length:  # trimmed decodes are promised more, and what they share is not free: it waits
                         break
                     budget.take(spans.begins[-1], length, has_media=bool(request.media))
             room -= verdict is not Verdict.FOLLOWS

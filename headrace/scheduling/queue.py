@@ -159,8 +159,9 @@ class WaitingQueue:
         return self._next_line().newcomer() if self._waiting else None
 
     def let_in(self, newcomer: Share) -> None:
-        """Let it have the next turn."""
-        self._next_line().let_in(newcomer)
+        """Let it have the next turn of its level. That need not be the next level any more: requests that followed what
+        was retracted for it wait again, and may have a higher priority."""
+        next(line for line in self._lines.values() if newcomer in line).let_in(newcomer)
 
     def admit(self, request: Request, num_tokens: int = 0) -> None:
         """Remove a request that got a row, for which ``num_tokens`` are expected to be computed."""

@@ -39,6 +39,18 @@ def test_priority_goes_first_then_arrival() -> None:
     assert drain(queue) == [1, 3, 2, 0]
 
 
+def test_who_is_let_in_goes_first_at_its_own_priority_whoever_came_meanwhile() -> None:
+    queue = WaitingQueue(POLICIES.load("priority"), 1000, lambda request: 0, {("a",): 1})
+    for seq, client in enumerate("aab"):
+        ask = make_ask(f"r{seq}", [1], origin=(client, str(seq)))
+        queue.push(Request(ask, seq=seq, max_model_len=64, deadline=None))
+    newcomer = queue.newcomer()
+    assert newcomer is not None and newcomer.path == ("b",)
+    queue.push(make_request(3, priority=1))
+    queue.let_in(newcomer)
+    assert drain(queue) == [3, 2, 0, 1]
+
+
 def test_longest_prefix_goes_first_then_arrival() -> None:
     queue = make_queue("longest-prefix", hits={1: 3, 2: 9, 3: 3})
     for seq in range(4):
