@@ -78,7 +78,7 @@ __device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[N / 2
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = tile.first + 8 * j + threadIdx.x % 4 * 2 + i;
-      const float scale = row < tile.last ? call.x_scales[row] * UNIT : 0.0f;
+      const float scale = call.x_scales[min(row, tile.last - 1)] * UNIT;
       sums[4 * j + i] *= scale, sums[4 * j + 2 + i] *= scale;
     }
 }

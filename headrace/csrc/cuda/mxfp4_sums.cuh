@@ -162,6 +162,8 @@ __device__ __forceinline__ void find_next(Tile &tile, const Window &window) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(tile.expert), "=r"(tile.first), "=r"(tile.last), "=r"(tile.output)
                : "r"(notice_of(window.bars, window.at)) : "memory");
+  // the same for the whole warp, which ptxas does not know: else what depends on it would not be in uniform registers
+  tile.expert = __reduce_max_sync(~0u, tile.expert);
 }
 
 // Scales of rows of x, if they have any. A thread has sums[4 * j + 2 * half + i] of row 8 * j + lane % 4 * 2 + i.
@@ -200,7 +202,6 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
   if (tile.expert >= 0) find_rows(call, tile, own), scales.begin(call, own, steps);
 #pragma unroll 1
   while (tile.expert >= 0) {
-    // the same for the whole warp, which ptxas does not know
     int rows = __reduce_max_sync(~0u, tile.last - tile.first);
     multiply_tile<LEAST>(call, tile, window, place, scales, rows, steps);
   }

@@ -2,6 +2,17 @@
 // with a warp that copies and GROUPS warpgroups of 64 rows of the weight each, and how sums are stored. After
 // sorted_experts.cuh. Needs of the source: macros ROWS, GROUPS, STAGES; X_BYTES, CODE_BYTES; `Call` with bias, out.
 
+// If `wanted`. Without branches, behind which ptxas would take what is the same for a warp for different numbers, also
+// addresses of operands in loops long before.
+__device__ __forceinline__ void store_if(int wanted, uint16 *to, const uint32 (&words)[4]) {
+  asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4}; }"
+               ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(wanted) : "memory");
+}
+__device__ __forceinline__ void store_if(int wanted, uint16 *to, uint32 first, uint32 second) {
+  asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2}; }"
+               ::"l"(to), "r"(first), "r"(second), "r"(wanted) : "memory");
+}
+
 // Store the sums of a warp's 16 rows of the weight: numbers[j] are, of 8 outputs from `column` on, those of output
 // lane / 4 and rows 8 * j + lane % 4 * 2 (low half) and one more (high half) of the tile. EVENS_FIRST: of each 16
 // outputs the even ones come first; their number is then a multiple of 16. Outputs from `end` on are not there.
@@ -19,15 +30,14 @@ __device__ __forceinline__ void store(
       if (j + i < EIGHTS) words[i] = turn(numbers[j + i]);
     transpose(words);  // the lane now has 8 outputs of row 8 * (j + lane % 4) + lane / 4
     int m = tile.first + 8 * (j + lane % 4) + lane / 4;
-    if (lane % 4 < there && m < tile.last && column < end) {
-      uint16 *to = call.out + (uint64)m * call.outputs;
-      if (EVENS_FIRST) {
-        to += column / 16 * 16 + column % 16 / 2;
-        *(uint2 *)to = uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)};
-        *(uint2 *)(to + 8) = uint2{__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)};
-      } else {
-        *(uint4 *)(to + column) = uint4{words[0], words[1], words[2], words[3]};
-      }
+    const int wanted = lane % 4 < there && m < tile.last && column < end;
+    uint16 *to = call.out + (uint64)m * call.outputs;
+    if (EVENS_FIRST) {
+      to += column / 16 * 16 + column % 16 / 2;
+      store_if(wanted, to, __byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410));
+      store_if(wanted, to + 8, __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632));
+    } else {
+      store_if(wanted, to + column, words);
     }
   }
 }
