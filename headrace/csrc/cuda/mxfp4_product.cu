@@ -11,7 +11,7 @@
 // decode 64 rows of codes each to operands of wgmma in registers; x comes from shared memory. While products with low
 // codes of the bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows
 // are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on;
-// boxes of BOX rows that it does not have are not copied.
+// boxes of BOX rows that it does not have are not copied. With two groups, two blocks of a cluster share rows of x.
 //
 // Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, BOX (a divisor of
 // ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then has half as many outputs, its
@@ -73,7 +73,7 @@ __device__ __forceinline__ void decode_all(Half &a, const Codes &codes) {
 template <int N>
 __device__ __forceinline__ void scale_rows(const Call &, float (&)[N / 2], const Tile &) {}
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_product(
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) mxfp4_product(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap code_map,
     const __grid_constant__ Call call
 ) {

@@ -10,7 +10,7 @@
 // decode 64 rows of codes each to operands of wgmma in registers; x comes from shared memory. While products with low
 // codes of the bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows
 // are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on;
-// boxes of BOX rows that it does not have are not copied.
+// boxes of BOX rows that it does not have are not copied. With two groups, two blocks of a cluster share rows of x.
 //
 // Macros: FP8 (1, for weight_operand.cuh), ROWS (16, 32, 48, 64, 96, 128, 224), GROUPS (2 or 4; ROWS * GROUPS at most
 // 512), STAGES, BOX (a divisor of ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then
@@ -83,7 +83,7 @@ __device__ __forceinline__ void scale_rows(const Call &call, float (&sums)[N / 2
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_rounded(
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) mxfp4_rounded(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap code_map,
     const __grid_constant__ Call call
 ) {

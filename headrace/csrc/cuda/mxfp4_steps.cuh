@@ -13,40 +13,26 @@ __device__ __forceinline__ void arrive_if(int wanted, uint32 bar) {
                ::"r"(bar), "r"(wanted) : "memory");
 }
 
-// The ring as warps that multiply see it: stages `at`, which is multiplied, the one before and the two after it;
-// `phase` is of the last.
-struct Window {
-  uint32 bars;
-  int before, at, next, further;
-  uint32 phase;
-
-  __device__ __forceinline__ explicit Window(const Ring &ring)
-      : bars(ring.bars), before(STAGES - 1), at(0), next(1), further(2), phase(0) {}
-  __device__ __forceinline__ void advance() {
-    before = at, at = next, next = further;
-    phase ^= further == STAGES - 1;
-    further = further == STAGES - 1 ? 0 : further + 1;
-  }
-  __device__ __forceinline__ void await(int stage, int wanted) const {
-    wait_if(wanted, bars + 16 * stage, phase ^ (stage > further));
-  }
-  __device__ __forceinline__ void await_further(int wanted) const { wait_if(wanted, bars + 16 * further, phase); }
-  __device__ __forceinline__ void leave(int stage, int leads) const { arrive_if(leads, bars + 16 * stage + 8); }
-};
+// At a barrier of any block of the cluster.
+__device__ __forceinline__ void arrive_there_if(int wanted, uint32 bar) {
+  asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%0]; }"
+               ::"r"(bar), "r"(wanted) : "memory");
+}
 
 __device__ __forceinline__ void pin(uint32 &value) { asm volatile("" : "+r"(value)); }  // is not computed again
 
-// Where a thread's codes are in the first stage, and rows of x as an operand; whether a lane is its warp's first.
+// Where a thread's codes are in the first stage, and rows of x as an operand; whether a lane is one of its warp's first
+// `blocks`.
 struct Place {
   uint32 codes, rows;  // of inputs 0 to 31 of a byte's low half; those of 32 to 63 are at `codes ^ 32`
   int leads;
 
-  __device__ __forceinline__ explicit Place(const Ring &ring) {
+  __device__ __forceinline__ explicit Place(const Ring &ring, int blocks = 1) {
     int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     // rows of 64 bytes, swizzled by 64 bytes: the 16 bytes of inputs 16 * piece and on are exchanged by row / 2 % 4
     codes = ring.code_tiles + (warp * 16 + matrix % 2 * 8 + row) * 64 + (matrix / 2 * 16 ^ row / 2 * 16);
     pin(codes);
-    rows = (uint32)describe_operand(ring.x_tiles), leads = lane == 0;
+    rows = (uint32)describe_operand(ring.x_tiles), leads = lane < blocks;
   }
   __device__ __forceinline__ uint64 rows_of(int stage) const {  // its upper half is the same everywhere
     return describe_operand(0) >> 32 << 32 | (rows + stage * (X_BYTES / 16));

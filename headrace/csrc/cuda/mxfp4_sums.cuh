@@ -10,52 +10,129 @@ constexpr uint32 BOX_BYTES = BOX * 128;
 // Whether codes are read a step ahead. Of three stages that would leave one to be copied, late in each step.
 constexpr bool AHEAD = STAGES > 3;
 
+// Where stages are few, their halves come and leave apart: rows of x of inputs 0 to 63, with all codes, and of 64 to 127.
+constexpr bool HALVED = SIDES == 2 && !AHEAD;
+constexpr int PARTS = HALVED ? 2 : 1, TOGETHER = SIDES / PARTS;  // of a stage; boxes of a part beside each other
+// Blocks of a cluster: two with neighbouring outputs share rows of x, of which each copies every other box for both. All
+// multiprocessors together would read more from the L2 than it gives, if each read all rows of tiles as large as these.
+constexpr int CLUSTER = GROUPS == 2 ? 2 : 1;
+#if GROUPS == 2
+#define IN_CLUSTERS __cluster_dims__(2, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+__device__ __forceinline__ uint32 bar_of(uint32 bars, int stage, int part) { return bars + 16 * (stage * PARTS + part); }
+
 // What a tile's first stage says of it, behind the barriers; an expert of -1 ends the work of a block. Found by the warp
 // that copies alone: in the others, its registers would be taken from products.
-__device__ __forceinline__ uint32 notice_of(uint32 bars, int stage) { return bars + 16 * (STAGES + stage); }
+__device__ __forceinline__ uint32 notice_of(uint32 bars, int stage) { return bars + 16 * (STAGES * PARTS + stage); }
 __device__ __forceinline__ void announce(const Ring &ring, const Tile &tile) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                ::"r"(notice_of(ring.bars, ring.stage)), "r"(tile.expert), "r"(tile.first), "r"(tile.last),
                  "r"(tile.output) : "memory");
 }
 
+// The tile of the block `rank` of a cluster, whose first block has number `index`; false beyond the last. Both have the
+// same rows of x if `shares`. Behind an odd number of tiles the last one is multiplied and stored twice, with the same bits.
+__device__ __forceinline__ bool find_own(const Call &call, int index, int rank, Tile &tile, bool &shares) {
+  const int across = (call.outputs + OUTPUTS - 1) / OUTPUTS;
+  shares = CLUSTER > 1 && index / across == (index + 1) / across;
+  if (!find_tile<ROWS, OUTPUTS>(call, index + rank, tile) && !(rank && find_tile<ROWS, OUTPUTS>(call, index, tile)))
+    return false;
+  even_out<ROWS>(call, tile);
+  return true;
+}
+
 // The warp that copies: the stages of all tiles of this block.
 __device__ __forceinline__ void fetch_tiles(
     const Call &call, const TensorMap *x_map, const TensorMap *code_map, Ring &ring
 ) {
-  int steps = (call.inputs + DEPTH - 1) / DEPTH;
+  const int steps = (call.inputs + DEPTH - 1) / DEPTH, rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
   Tile tile;
-  for (int index = blockIdx.x; find_tile<ROWS, OUTPUTS>(call, index, tile); index += gridDim.x) {
-    even_out<ROWS>(call, tile);
-    int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output, boxes = (tile.last - tile.first + BOX - 1) / BOX;
+  bool shares;
+  for (int index = blockIdx.x - rank; find_own(call, index, rank, tile, shares); index += gridDim.x) {
+    const int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output;
+    const int boxes = (tile.last - tile.first + BOX - 1) / BOX, begin = shares ? rank : 0, each = shares ? CLUSTER : 1;
     for (int step = 0; step < steps; ++step) {
       if (threadIdx.x == 0) {
-        uint32 full = ring.bars + 16 * ring.stage, to = ring.x_tiles + ring.stage * X_BYTES;
-        uint32 codes = ring.code_tiles + ring.stage * CODE_BYTES;
-        wait_for(full + 8, ring.phase ^ 1);
-        if (step == 0) announce(ring, tile);
-        expect_bytes(full, CODE_BYTES + boxes * SIDES * BOX_BYTES);
-        if (GATE)
-          load_gated_box(codes, code_map, full, step * (DEPTH / 2), row);
-        else
-          load_box(codes, code_map, full, step * (DEPTH / 2), row);
-        for (int box = 0; box < boxes; ++box)
 #pragma unroll
-          for (int side = 0; side < SIDES; ++side)
-            load_box(to + side * (X_BYTES / SIDES) + box * BOX_BYTES, x_map, full, step * DEPTH + side * (DEPTH / SIDES),
-                     tile.first + box * BOX);
+        for (int part = 0; part < PARTS; ++part) {
+          const uint32 full = bar_of(ring.bars, ring.stage, part), codes = ring.code_tiles + ring.stage * CODE_BYTES;
+          wait_for(full + 8, ring.phase ^ 1);
+          if (step == 0 && part == 0) announce(ring, tile);
+          expect_bytes(full, (part == 0 ? CODE_BYTES : 0) + boxes * TOGETHER * BOX_BYTES);
+          if (part == 0) {
+            if (GATE)
+              load_gated_box(codes, code_map, full, step * (DEPTH / 2), row);
+            else
+              load_box(codes, code_map, full, step * (DEPTH / 2), row);
+          }
+          for (int box = begin; box < boxes; box += each)
+#pragma unroll
+            for (int nth = 0; nth < TOGETHER; ++nth) {
+              const int side = part + nth, column = step * DEPTH + side * (DEPTH / SIDES), first = tile.first + box * BOX;
+              const uint32 to = ring.x_tiles + ring.stage * X_BYTES + side * (X_BYTES / SIDES) + box * BOX_BYTES;
+              if (shares)
+                load_box_for(3, to, x_map, full, column, first);
+              else
+                load_box(to, x_map, full, column, first);
+            }
+        }
       }
       ring.advance();
     }
     __syncwarp();
   }
   if (threadIdx.x == 0) {
+    const uint32 full = bar_of(ring.bars, ring.stage, 0);
     tile.expert = -1;
-    wait_for(ring.bars + 16 * ring.stage + 8, ring.phase ^ 1);
+    wait_for(full + 8, ring.phase ^ 1);
     announce(ring, tile);
-    arrive(ring.bars + 16 * ring.stage);
+    arrive(full);
   }
 }
+
+__device__ __forceinline__ uint32 find_in(uint32 address, int block) {  // the same place of another block of the cluster
+  uint32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  return there;
+}
+
+// The ring as warps that multiply see it: stages `at`, which is multiplied, the one before and the two after it;
+// `phase` is of the last.
+struct Window {
+  uint32 bars, there;  // `there`: of the block of the cluster that this lane tells what is read
+  int before, at, next, further;
+  uint32 phase;
+
+  __device__ __forceinline__ explicit Window(const Ring &ring)
+      : bars(ring.bars), there(ring.bars), before(STAGES - 1), at(0), next(1), further(2), phase(0) {
+    if (CLUSTER > 1) {
+      there = find_in(bars, threadIdx.x % CLUSTER);
+      pin(there);
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    before = at, at = next, next = further;
+    phase ^= further == STAGES - 1;
+    further = further == STAGES - 1 ? 0 : further + 1;
+  }
+  __device__ __forceinline__ void await(int stage, int wanted, int part = 0) const {
+    wait_if(wanted, bar_of(bars, stage, part), phase ^ (stage > further));
+  }
+  __device__ __forceinline__ void await_all(int stage, int wanted) const {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) await(stage, wanted, part);
+  }
+  __device__ __forceinline__ void await_further(int wanted) const { wait_if(wanted, bar_of(bars, further, 0), phase); }
+  __device__ __forceinline__ void leave(int stage, int leads, int part = 0) const {
+    if (CLUSTER > 1)
+      arrive_there_if(leads, bar_of(there, stage, part) + 8);
+    else
+      arrive_if(leads, bar_of(bars, stage, part) + 8);
+  }
+};
 
 // Operands of half a step: of so many products four registers each.
 using Half = uint32[PRODUCTS][4];
@@ -106,12 +183,15 @@ __device__ __forceinline__ void add_step(
   uint64 rows = place.rows_of(window.at);
   if (!AHEAD) codes.read(scales, window.at, place, step);
   if (SHIFTS) codes.shift();
-  if (!IS_FIRST) wait_products<1>();  // those with low codes of the step before
+  if (!IS_FIRST) {
+    wait_products<1>();  // those with low codes of the step before
+    if (HALVED) window.leave(window.before, place.leads, 0);
+  }
   decode_all<true>(low, codes);
   multiply_half<N, IS_FIRST>(sums, low, rows);
   if (!IS_FIRST) {
     wait_products<1>();
-    window.leave(window.before, place.leads);  // all products of the step before have ended
+    window.leave(window.before, place.leads, PARTS - 1);  // all products of the step before have ended
   }
   decode_all<false>(high, codes);
   if (AHEAD) codes.read(scales, window.next, place, step + 1);
@@ -119,7 +199,7 @@ __device__ __forceinline__ void add_step(
   if (AHEAD)
     window.await_further(step + 2 < steps);
   else
-    window.await(window.next, step + 1 < steps);
+    window.await_all(window.next, step + 1 < steps);
   scales.advance(step + AHEAD);
   window.advance();
 }
@@ -131,7 +211,7 @@ __device__ __forceinline__ void add_up(
 ) {
   Half low, high;
   Codes codes = {};
-  window.await(window.at, 1);
+  window.await_all(window.at, 1);
   if (AHEAD) {
     window.await(window.next, steps > 1);
     codes.read(scales, window.at, place, 0);
@@ -142,7 +222,8 @@ __device__ __forceinline__ void add_up(
     add_step<N, false>(sums, low, high, codes, window, place, scales, step, steps);
   wait_products<0>();
   fence_sums(sums);
-  window.leave(window.before, place.leads);
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) window.leave(window.before, place.leads, part);
 }
 
 // Rows of the weight of this thread, 8 apart in a tile; -1 beyond the expert's.
@@ -195,7 +276,7 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
   int steps = (call.inputs + DEPTH - 1) / DEPTH;
   Window window(ring);
   Scales scales;
-  Place place(ring);
+  Place place(ring, CLUSTER);
   Tile tile;
   int own[2];
   find_next(tile, window);
@@ -207,10 +288,16 @@ __device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &rin
   }
 }
 
+__device__ __forceinline__ void meet() {  // all threads of a cluster
+  if (CLUSTER > 1)
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // What a block does.
 __device__ __forceinline__ void run_block(const Call &call, const TensorMap *x_map, const TensorMap *code_map) {
   extern __shared__ unsigned char storage[];
-  Ring ring(storage);
+  Ring ring(storage, CLUSTER, STAGES * CODE_BYTES, PARTS);
+  meet();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (threadIdx.x < 128) {
@@ -220,4 +307,6 @@ __device__ __forceinline__ void run_block(const Call &call, const TensorMap *x_m
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 112));
     multiply_tiles(call, ring);
   }
+  __syncwarp();
+  meet();  // others may still write to this block's shared memory
 }

@@ -78,14 +78,15 @@ struct Ring {  // of stages in shared memory: a step's rows of x and rows of the
   int stage;
   uint32 phase;
 
-  // of `blocks` that multiply what one of them copies; so many bytes for rows of the weight
-  __device__ __forceinline__ explicit Ring(const void *storage, int blocks = 1, uint32 code_room = STAGES * CODE_BYTES) :
-      stage(0), phase(0) {
+  // of `blocks` that multiply what one of them copies; so many bytes for rows of the weight; of `parts` of each stage
+  __device__ __forceinline__ explicit Ring(
+      const void *storage, int blocks = 1, uint32 code_room = STAGES * CODE_BYTES, int parts = 1
+  ) : stage(0), phase(0) {
     // tiles swizzled by 128 bytes begin at multiples of 1,024
     x_tiles = (shared_address(storage) + 1023) & ~1023u, code_tiles = x_tiles + STAGES * X_BYTES;
     bars = code_tiles + code_room;
     if (threadIdx.x == 0) {
-      for (int nth = 0; nth < STAGES; ++nth) {
+      for (int nth = 0; nth < STAGES * parts; ++nth) {
         init_barrier(bars + 16 * nth, 1);
         init_barrier(bars + 16 * nth + 8, 4 * GROUPS * blocks);  // warps that multiply
       }

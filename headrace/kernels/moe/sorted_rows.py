@@ -46,6 +46,11 @@ class Tile:
         return min(MOST_STAGES, (MOST_BYTES - SLACK_BYTES) // stage)
 
     @property
+    def cluster(self) -> int:
+        """Blocks that share rows."""
+        return 2 if self.groups == 2 else 1
+
+    @property
     def box(self) -> int:
         """Rows that are copied at a time."""
         return self.rows if self.rows <= 96 else 64 if self.rows <= 128 else 32
@@ -100,8 +105,9 @@ def multiply(
     call = _Call(**about) if x_scales is None else _RoundedCall(**about, x_scales=x_scales.data_ptr())
     width = 64 * tile.groups
     tiles = count_tiles(num_rows, tile.rows, len(ends)) * ceil_div(outputs, width // 2 if gated.kind else width)
+    clusters = min(ceil_div(tiles, tile.cluster), count_sms(rows.device) // tile.cluster)
     find_kernel(tile, gated.kind, rows.device).launch(
-        min(tiles, count_sms(rows.device)), 128 * (tile.groups + 1),
+        clusters * tile.cluster, 128 * (tile.groups + 1),
         describe_boxes(rows, (tile.box, BLOCK if tile.is_fp8 else BLOCK // 2)),
         describe_weight(weight.codes, width, HALF, outputs if gated.kind else 0), call, is_dependent=True,
     )
