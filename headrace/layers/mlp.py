@@ -68,12 +68,12 @@ class GatedMlp(Branch):
         out = self.compute_share(x)
         return out if self.down.group is None else self.down.group.all_reduce(out)
 
-    def compute_share(self, x: torch.Tensor) -> torch.Tensor:
-        """``forward`` without the sum over ranks."""
+    def compute_share(self, x: torch.Tensor, rows: Fp8Rows | None = None) -> torch.Tensor:
+        """``forward`` without the sum over ranks; ``rows`` may be x in FP8, as ``gate_up`` takes it."""
         gated = self._fuse_gate(x)
         if gated is not None:
             return self.down.compute_share(gated)
-        product = self.gate_up(x)
+        product = self.gate_up(x) if rows is None else self.gate_up.multiply_rows(rows, x.dtype)
         rows = self._gate_rows(product)
         if rows is not None:
             return self.down.multiply_rows(rows, product.dtype)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES, relative_error
+from devices import DEVICES, check_rows, relative_error
 
+from headrace.kernels.coded_linear.reference import quantise_rows
 from headrace.kernels.streams import Pending, StreamMix, StreamShape, reference
 
 EPS = 1e-6
@@ -176,6 +177,11 @@ def test_own_cuda_code_finishes_reads(num_tokens: int):
         assert cuda.find_kernels(width, tile, streams.device, writes=True) is not None
         assert few.can_run(streams) == (num_tokens <= few.MOST_TOKENS)
         assert groups.can_run(streams, pending) == (num_tokens <= groups.MOST_TOKENS)
+        *again, rows = cuda.write_read_streams(streams, pending, mix, norm, shape, group=128)
+        assert all(relative_error(one, other) < 5e-3 for one, other in zip(again, expected, strict=True))
+        assert (rows is not None) == (few.MOST_TOKENS < num_tokens <= groups.MOST_TOKENS and width == 4096)
+        if rows is not None:
+            check_rows(rows, quantise_rows(again[1], 128), "cuda")
         by_two = cuda.write_read_streams(streams, pending, mix, norm, shape, tile=tile)
         assert all(relative_error(one, other) < 5e-3 for one, other in zip(by_two, expected, strict=True))
 

@@ -12,6 +12,7 @@ from harness import dequantise_blocks
 
 from headrace.base.errors import ConfigError, WeightError
 from headrace.kernels.block_scaled import dequantise_mxfp4
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.collective import LentSum
 from headrace.kernels.latents.reference import hadamard
 from headrace.kernels.sparse_attention.reference import choose_entries
@@ -469,21 +470,26 @@ def test_a_read_adds_up_over_ranks_what_is_pending(has_more: bool, is_lent: bool
     post, mix = torch.rand(3, 4, generator=draw), torch.rand(3, 4, 4, generator=draw)
     whole = 2 * (out + more if has_more else out)
 
-    def write_read(streams: torch.Tensor, pending: Any, *rest: Any, ranks: LentSum | None = None) -> Any:
+    rounded = Fp8Rows.allocate(3, 64, 32, CPU)
+
+    def write_read(
+        streams: torch.Tensor, pending: Any, *rest: Any, ranks: LentSum | None = None, group: int | None = None
+    ) -> Any:
         if ranks is None:
-            return write_read_streams(streams, pending, *rest)
-        assert ranks is lent
+            return write_read_streams(streams, pending, *rest, group=group)
+        assert ranks is lent and group == 32
         if not is_taken:
             return None
         taken.append(ranks)
-        return write_read_streams(streams, pending._replace(out=2 * pending.whole, more=None), *rest)
+        return *write_read_streams(streams, pending._replace(out=2 * pending.whole, more=None), *rest), rounded
 
     layer._write_read = write_read
     group = _Lending(lent if is_lent else None)
     streams = Streams(own, out.clone(), post, mix, more.clone() if has_more else None, group)
-    x = layer.read(streams, norm)
+    x, rows = layer.read(streams, norm, 32)
+    assert rows is (rounded if taken else None), "plain torch makes none"
     expected = Streams(own, whole, post, mix)
-    assert torch.allclose(x, layer.read(expected, norm), atol=1e-6)
+    assert torch.allclose(x, layer.read(expected, norm)[0], atol=1e-6)
     assert torch.allclose(streams.own, expected.own, atol=1e-6) and streams.out is streams.group is streams.more is None
     assert (len(taken), group.sums) == ((1, 0) if is_lent and is_taken else (0, 1))
     settled = layer.settle(Streams(own, out.clone(), post, mix, more.clone() if has_more else None, group))

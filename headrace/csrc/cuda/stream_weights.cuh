@@ -17,6 +17,8 @@ struct Call {
   const uint16 *norm;           // [width]
   uint16 *x;                    // [T, width]
   float *new_post, *new_mix;
+  unsigned char *codes;         // [T, width] e4m3, x once more with a scale for 128 columns; or null
+  float *code_scales;           // [width / 128, T]
   int64 token_stride, stream_stride, out_stride, more_stride;
   int tokens, width, iterations;
   float eps, norm_eps;

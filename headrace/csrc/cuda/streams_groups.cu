@@ -22,6 +22,8 @@
 // places for them, in turn: a call clears what the call before has used, which nobody reads any more, as that has ended
 // and the next has not begun. Calls that may run at once have different slots.
 //
+// What the next product takes may also be rounded to FP8, where a block has the 128 columns of a scale.
+//
 // With -DWORLD of 2 to 8 what is pending is one rank's part of a sum, which is added up first, as in streams_few.cu.
 //
 // Everything but the products is float32. Compiled by NVRTC. -DSLOTS: calls at once; -DGROUPS: of a call, at most;
@@ -37,6 +39,8 @@ constexpr int PAIRS = S * (S + 1) / 2;
 // itself first, and two words of no meaning; then the other products. The latter are sent with those of streams with
 // themselves behind them.
 constexpr int NEAR = 16, FAR = WEIGHTS, ROW = NEAR + FAR - S, VECTORS = (NEAR + FAR) / 4;
+constexpr int CODE_COLUMNS = 128;  // that have a scale in FP8
+constexpr float LEAST_SCALE = 7.8886e-31f;  // 2 ** -100
 constexpr int EACH = 2;                   // tokens whose sums a warp adds up
 constexpr int ROUNDS = (SPLITS + 7) / 8;  // of eight blocks' sums of a token
 static_assert(TOKENS * VECTORS <= WORKERS, "a thread sends one vector");
@@ -395,6 +399,40 @@ __device__ __forceinline__ void read_pending(const Call &call, Shared &shared, i
     if (i * 32 + lane < VECTORS) ((uint4 *)shared.pending)[i * 32 + lane] = found[i];
 }
 
+__device__ __forceinline__ uint16 round_two(float low, float high) {
+  uint16 codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+
+// Eight columns of a token once more, in FP8 with the scale of a block's 128 columns. Where warps' parts were is free.
+__device__ __forceinline__ void store_codes(
+    const Call &call, Shared &shared, uint4 y, int t, int64 token, int column, int split) {
+  const int warp = threadIdx.x / 32;
+  const bool is_upper = threadIdx.x & 2;  // of the two lanes of a token
+  float largest = 0.f;
+#pragma unroll
+  for (int w = 0; w < 4; w++) largest = fmaxf(largest, fmaxf(fabsf(low(word_of(y, w))), fabsf(high(word_of(y, w)))));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  if (!is_upper) shared.own[warp].parts[t][0] = largest;
+  sync_workers();
+#pragma unroll
+  for (int other = 0; other < WARPS; other++) largest = fmaxf(largest, shared.own[other].parts[t][0]);
+  float scale = largest * (1.f / 448.f);
+  if (!(scale > LEAST_SCALE)) scale = 1.f;
+  const float inverse = reciprocal(scale);
+  uint32 codes[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32 a = word_of(y, 2 * i), b = word_of(y, 2 * i + 1);
+    codes[i] = round_two(low(a) * inverse, high(a) * inverse);
+    codes[i] |= uint32(round_two(low(b) * inverse, high(b) * inverse)) << 16;
+  }
+  if (token >= call.tokens) return;
+  *(uint2 *)(call.codes + token * call.width + column) = {codes[0], codes[1]};
+  if (warp == 0 && !is_upper) call.code_scales[int64(split) * call.tokens + token] = scale;
+}
+
 __device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 // What kernels write is read behind it.
@@ -469,6 +507,7 @@ __device__ __forceinline__ void run_worker(
     word_of(y, w) = narrow(low(sum) * factor * low(weight), high(sum) * factor * high(weight));
   }
   if (token < call.tokens) *(uint4 *)(call.x + token * call.width + column) = y;
+  if (COLUMNS == CODE_COLUMNS && call.codes) store_codes(call, shared, y, t, token, column, split);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 || WORLD > 2 ? 1 : 2) pass_groups(

@@ -307,6 +307,13 @@ class Fp8Rows(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
 
+    @classmethod
+    def allocate(cls, rows: int, width: int, group: int, device: torch.device) -> Fp8Rows:
+        """Memory for rows with scales of a ``group`` of inputs, 0: of a row."""
+        codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
+        shape = (-(-width // group), rows) if group else (rows,)
+        return cls(codes, torch.empty(shape, dtype=torch.float32, device=device))
+
     @property
     def num_rows(self) -> int:
         return self.codes.shape[0]

@@ -93,12 +93,6 @@ def _norm_kernel(
     store_rows(normed, codes_ptr, scales_ptr, row, 0, num_rows, D, GROUP, BLOCK)
 
 
-def allocate_rows(rows: int, width: int, group: int, device: torch.device) -> Fp8Rows:
-    codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
-    shape = (ceil_div(width, group), rows) if group else (rows,)
-    return Fp8Rows(codes, torch.empty(shape, dtype=torch.float32, device=device))
-
-
 def _split_columns(width: int, group: int) -> tuple[int, int]:
     """Columns of a program, and programs of a row: a whole row where that has one scale."""
     block = min(group * GROUPS_AT_ONCE, max(group, next_power_of_2(width))) if group else next_power_of_2(width)
@@ -109,7 +103,7 @@ def quantise_rows(x: torch.Tensor, group: int = 0, *, pdl: bool = False) -> Fp8R
     """See `QUANTISE_ROWS`; ``group`` is a power of two."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = x.shape
-    out, (block, blocks) = allocate_rows(rows, width, group, x.device), _split_columns(width, group)
+    out, (block, blocks) = Fp8Rows.allocate(rows, width, group, x.device), _split_columns(width, group)
     if rows:
         _quantise_kernel[(rows, blocks)](
             x, *out, x.stride(0), rows, width, GROUP=group, BLOCK=block, PDL=pdl, num_warps=count_warps(block),
@@ -121,7 +115,7 @@ def quantise_rows(x: torch.Tensor, group: int = 0, *, pdl: bool = False) -> Fp8R
 def gate_rows(x: torch.Tensor, gate: Gate, group: int = 0, *, pdl: bool = False) -> Fp8Rows:
     """See `GATE_ROWS`; ``group`` is a power of two."""
     rows, width = x.shape[0], x.shape[1] // 2
-    out, (block, blocks) = allocate_rows(rows, width, group, x.device), _split_columns(width, group)
+    out, (block, blocks) = Fp8Rows.allocate(rows, width, group, x.device), _split_columns(width, group)
     if rows:
         _gate_kernel[(rows, blocks)](
             x, *out, x.stride(0), rows, width, *gate[1:], GATE=GATES[gate.kind], GROUP=group, BLOCK=block, PDL=pdl,
@@ -136,7 +130,7 @@ def norm_rows(
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """See `NORM_ROWS`; writes the new residual in place."""
     rows, width = residual.shape
-    out, block = allocate_rows(rows, width, group, residual.device), max(next_power_of_2(width), group)
+    out, block = Fp8Rows.allocate(rows, width, group, residual.device), max(next_power_of_2(width), group)
     has_x, num_splits = x is not None, 1 if x is None or x.dim() == 2 else len(x)
     x = residual if x is None else x
     if rows:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
-from headrace.kernels.coded_linear.fp8_triton import allocate_rows, store_rows
+from headrace.kernels.coded_linear.fp8_triton import store_rows
 from headrace.kernels.compressor import Pool, RowNorm
 from headrace.kernels.compressor.triton import ROWS, pool_window
 from headrace.kernels.latents import GROUP, LatentRows
@@ -151,7 +151,7 @@ def finish(
         out = torch.empty((num_tokens, width), dtype=query.x.dtype, device=query.x.device)
         written = out, out  # the latter not
     else:
-        written = out = allocate_rows(num_tokens, width, query.group, query.x.device)
+        written = out = Fp8Rows.allocate(num_tokens, width, query.group, query.x.device)
     assert len(pools) <= MOST_POOLS and all(pool.norm.cos_sin is table for pool in pools)
     if not num_tokens:
         return out

@@ -13,6 +13,8 @@ from headrace.kernels.operation import KernelQuery, Operation, requires
 if TYPE_CHECKING:
     import torch
 
+    from headrace.kernels.coded_linear.device_codes import Fp8Rows
+
 
 class StreamMix(NamedTuple):
     """A sublayer's weights, float32: ``fn`` [(2 + S) S, S * D], whose rows are S of ``pre``, S of ``post`` and,
@@ -46,6 +48,16 @@ class Pending(NamedTuple):
         return self.out if self.more is None else self.out + self.more
 
 
+Written = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"]
+"""Streams that were written, and what was read of them."""
+Passed = Written | tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "Fp8Rows | None"]
+
+
+def end_pass(written: Written, group: int | None, rows: Fp8Rows | None = None) -> Passed:
+    """The results of `WRITE_READ_STREAMS` that was asked for rows of this group."""
+    return written if group is None else (*written, rows)
+
+
 READ_STREAMS = Operation("stream read kernel")
 """``read_streams(streams [T, S, D], mix: StreamMix, norm [D], shape: StreamShape) -> (x [T, D], post [T, S] float32,
 mix [T, S, S] float32)``: the sublayer's normalised input, and what `WRITE_STREAMS` takes.
@@ -63,9 +75,11 @@ WRITE_STREAMS = Operation("stream write kernel")
 
 WRITE_READ_STREAMS = Operation("stream write and read kernel")
 """``write_read_streams(streams [T, S, D], pending: Pending, mix: StreamMix, norm [D], shape: StreamShape, *, ranks:
-LentSum | None = None) -> (new [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``: `WRITE_STREAMS` of what is
+LentSum | None = None, group: int | None = None) -> (new [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``:
+`WRITE_STREAMS` of what is
 pending, whose two parts are added up and rounded, then `READ_STREAMS` of what was written. With ``ranks`` what is
 pending is a rank's part of a sum over these, and is added up first; None, with nothing done, where a kernel of its own
+is as fast. With a ``group`` there is a fifth result: x in FP8 as by `QUANTISE_ROWS`, or None where a kernel of its own
 is as fast. The query's shape as for these."""
 
 

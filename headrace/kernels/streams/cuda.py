@@ -14,7 +14,7 @@ import torch
 from headrace.kernels.collective import LentSum
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, groups, triton
+from headrace.kernels.streams import Passed, Pending, StreamMix, StreamShape, end_pass, few, groups, triton
 
 WORKERS, ROW, VECTOR, TOKENS, COLUMNS = 256, 32, 8, 16, 32
 """As in the source: threads that sum streams (32 more make the weights), floats of a row of sums, values that a thread
@@ -98,27 +98,29 @@ def read_streams(
 
 def write_read_streams(
     streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
-    ranks: LentSum | None = None, tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ranks: LentSum | None = None, group: int | None = None, tile: Tile | None = None,
+) -> Passed | None:
     """See `WRITE_READ_STREAMS`; the last dims of streams and of what is pending are contiguous."""
     if ranks is not None:
         heard = None if ranks.is_muted else ranks
         if few.can_sum(streams, pending, ranks):
-            return few.pass_streams(streams, pending, mix, norm, shape, heard)
+            return end_pass(few.pass_streams(streams, pending, mix, norm, shape, heard), group)
         if groups.can_sum(streams, pending, ranks):
-            return groups.pass_streams(streams, pending, mix, norm, shape, heard)
+            rows = groups.allocate_rows(streams, group)
+            return end_pass(groups.pass_streams(streams, pending, mix, norm, shape, heard, rows), group, rows)
         return None
     if tile is None and few.can_run(streams):
-        return few.pass_streams(streams, pending, mix, norm, shape)
+        return end_pass(few.pass_streams(streams, pending, mix, norm, shape), group)
     if tile is None and groups.can_run(streams, pending):
-        return groups.pass_streams(streams, pending, mix, norm, shape)
+        rows = groups.allocate_rows(streams, group)
+        return end_pass(groups.pass_streams(streams, pending, mix, norm, shape, None, rows), group, rows)
     tile = tile or choose_tile(len(streams), streams.shape[2])
     kernels = find_kernels(streams.shape[2], tile, streams.device, writes=True)
     if kernels is None or not len(streams):
-        return triton.write_read_streams(streams, pending, mix, norm, shape, pdl=True)
+        return triton.write_read_streams(streams, pending, mix, norm, shape, group=group, pdl=True)
     new = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     sums = _sum_products(kernels[0], tile, streams, (pending.whole, pending.post, pending.mix), new, mix.fn)
-    return new, *_finish(kernels[1], new, sums, mix, norm, shape)
+    return end_pass((new, *_finish(kernels[1], new, sums, mix, norm, shape)), group)
 
 
 def _sum_products(

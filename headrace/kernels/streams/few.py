@@ -11,10 +11,11 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.collective import LentSum
 from headrace.kernels.collective.calls import TYPES, Call, is_flat
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
-from headrace.kernels.streams import Pending, StreamMix, StreamShape
+from headrace.kernels.streams import Pending, StreamMix, StreamShape, Written
 
 CLUSTER = 16
 """Blocks that have the columns of a token."""
@@ -34,7 +35,7 @@ class StreamCall(ctypes.Structure):
             (name, c_void_p) for name in
             (
                 "streams", "out", "more", "post", "mix", "fresh", "fn", "scale", "base", "norm", "x", "new_post",
-                "new_mix",
+                "new_mix", "codes", "code_scales",
             )
         ),
         *((name, c_int64) for name in ("token_stride", "stream_stride", "out_stride", "more_stride")),
@@ -51,10 +52,10 @@ class RankedCall(StreamCall):
 
 def describe_call(
     streams: torch.Tensor, pending: Pending | None, mix: StreamMix, norm: torch.Tensor, shape: StreamShape,
-    ranks: LentSum | None,
-) -> tuple[StreamCall, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    ranks: LentSum | None, rows: Fp8Rows | None = None,
+) -> tuple[StreamCall, Written]:
     """What a kernel is called with, and the tensors that it writes, as `WRITE_READ_STREAMS` returns them; without
-    anything ``pending`` the streams are returned as they are."""
+    anything ``pending`` the streams are returned as they are. ``rows``: where x is also written in FP8."""
     num_tokens, num_streams, width = streams.shape
     new = streams if pending is None else torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     x = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
@@ -67,7 +68,9 @@ def describe_call(
     fields = (
         *(
             None if tensor is None else tensor.data_ptr()
-            for tensor in (streams, *before, new, mix.fn, mix.scale, mix.base, norm, x, post, mixing)
+            for tensor in (
+                streams, *before, new, mix.fn, mix.scale, mix.base, norm, x, post, mixing, *(rows or (None, None))
+            )
         ),
         streams.stride(0), streams.stride(1), *strides, num_tokens, width, shape.iterations, shape.eps,
         shape.norm_eps,
@@ -122,7 +125,7 @@ def is_summable(pending: Pending) -> bool:
 def pass_streams(
     streams: torch.Tensor, pending: Pending | None, mix: StreamMix, norm: torch.Tensor, shape: StreamShape,
     ranks: LentSum | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Written:
     """See `WRITE_READ_STREAMS`; without anything ``pending`` the streams are returned as they are."""
     num_tokens, _, width = streams.shape
     found = find_kernel(

@@ -12,11 +12,12 @@ from itertools import count
 
 import torch
 
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.collective import LentSum
 from headrace.kernels.collective.calls import TYPES, is_aligned
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, count_sms, current_stream, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.streams import Pending, StreamMix, StreamShape
+from headrace.kernels.streams import Pending, StreamMix, StreamShape, Written
 from headrace.kernels.streams.few import describe_call, is_summable
 
 TOKENS, GROUPS = 16, 4
@@ -24,6 +25,8 @@ TOKENS, GROUPS = 16, 4
 MOST_TOKENS = TOKENS * GROUPS
 WARPS, WARP_COLUMNS = (8, 14), 16
 """Warps of a block, of so many columns each: the first with which all blocks of all groups run at once."""
+CODE_COLUMNS = 128
+"""Of a scale in FP8."""
 WARP_BYTES, TOKEN_BYTES = 4 * 24 * 4 * WARP_COLUMNS, 4 * (20 + 16 + 4 + 1)
 """Shared memory, as in the source: of a warp its weights; of a token weights of what is pending, sums, weights of
 streams and the norm's factor."""
@@ -98,17 +101,27 @@ def can_sum(streams: torch.Tensor, pending: Pending, ranks: LentSum) -> bool:
     return find_kernel(streams.shape[2], streams.device, writes=True, ranks=ranks.size) is not None
 
 
+def allocate_rows(streams: torch.Tensor, group: int | None) -> Fp8Rows | None:
+    """Memory for the FP8 rows of the next product's input, with scales of a ``group`` of columns; None where that is
+    not what a block has."""
+    (num_tokens, _, width), warps = streams.shape, choose_warps(streams.shape[2], count_sms(streams.device))
+    if group != CODE_COLUMNS or warps is None or warps * WARP_COLUMNS != group:
+        return None
+    return Fp8Rows.allocate(num_tokens, width, group, streams.device)
+
+
 def pass_streams(
     streams: torch.Tensor, pending: Pending | None, mix: StreamMix, norm: torch.Tensor, shape: StreamShape,
-    ranks: LentSum | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `WRITE_READ_STREAMS`; without anything ``pending`` the streams are returned as they are."""
+    ranks: LentSum | None = None, rows: Fp8Rows | None = None,
+) -> Written:
+    """See `WRITE_READ_STREAMS`; without anything ``pending`` the streams are returned as they are. ``rows``: as by
+    `allocate_rows`, where x is also written in FP8."""
     num_tokens, _, width = streams.shape
     size = 1 if ranks is None else ranks.size
     kernel = find_kernel(width, streams.device, writes=pending is not None, ranks=size)
     warps, slot = choose_warps(width, count_sms(streams.device)), find_slot(streams.device)
     assert kernel is not None and warps is not None and slot is not None, "see can_run and can_sum"
-    call, results = describe_call(streams, pending, mix, norm, shape, ranks)
+    call, results = describe_call(streams, pending, mix, norm, shape, ranks, rows)
     blocks = ceil_div(num_tokens, TOKENS) * width // (WARP_COLUMNS * warps)
     kernel.launch(blocks, 32 * warps + 32, call, c_int(slot), is_dependent=True)
     if ranks is not None:

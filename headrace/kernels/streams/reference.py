@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from headrace.kernels.collective import LentSum
 from headrace.kernels.rowwise.reference import rms_norm
-from headrace.kernels.streams import Pending, StreamMix, StreamShape
+from headrace.kernels.streams import Passed, Pending, StreamMix, StreamShape, end_pass
 
 
 def read_streams(
@@ -29,13 +29,13 @@ def write_streams(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, 
 
 def write_read_streams(
     streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
-    ranks: LentSum | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ranks: LentSum | None = None, group: int | None = None,
+) -> Passed | None:
     """See `WRITE_READ_STREAMS`."""
     if ranks is not None:
         return None
     new = write_streams(streams, pending.whole, pending.post, pending.mix)
-    return new, *read_streams(new, mix, norm, shape)
+    return end_pass((new, *read_streams(new, mix, norm, shape)), group)
 
 
 def mix_streams(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:

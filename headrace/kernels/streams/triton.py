@@ -10,7 +10,7 @@ import triton.language as tl
 
 from headrace.kernels.collective import LentSum
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.streams import Pending, StreamMix, StreamShape
+from headrace.kernels.streams import Passed, Pending, StreamMix, StreamShape, end_pass
 
 PROGRAMS = 256
 """Programs among which a step's products are split, about twice the multiprocessors of a large GPU."""
@@ -172,13 +172,13 @@ def write_streams(
 
 def write_read_streams(
     streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
-    ranks: LentSum | None = None, pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ranks: LentSum | None = None, group: int | None = None, pdl: bool = False,
+) -> Passed | None:
     """See `WRITE_READ_STREAMS`: one after the other."""
     if ranks is not None:
         return None
     new = write_streams(streams, pending.whole, pending.post, pending.mix, pdl=pdl)
-    return new, *read_streams(new, mix, norm, shape, pdl=pdl)
+    return end_pass((new, *read_streams(new, mix, norm, shape, pdl=pdl)), group)
 
 
 read_streams_pdl = partial(read_streams, pdl=True)

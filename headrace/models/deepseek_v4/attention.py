@@ -34,8 +34,9 @@ from headrace.parallel.share import Share
 
 
 class V4Attention(nn.Module):
-    """``x [T, D] -> [T, D]``, of several ranks parts that ``group`` is to add up. Layers with a compress ratio also
-    attend to compressed entries; those of ratio `OVERLAPPING` only to the entries that the indexer selects."""
+    """``x [T, D] -> [T, D]``, of several ranks parts that ``group`` is to add up; ``rows`` may be x in FP8, as ``down``
+    takes it. Layers with a compress ratio also attend to compressed entries; those of ratio `OVERLAPPING` only to the
+    entries that the indexer selects."""
 
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, rotary: RotaryTable, build: Build):
         super().__init__()
@@ -90,9 +91,10 @@ class V4Attention(nn.Module):
         both = (self.compressor, None if self.indexer is None else self.indexer.compressor)
         return [compressor for compressor in both if compressor is not None]
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: ForwardBatch, rows: Fp8Rows | None = None) -> torch.Tensor:
         heads, cos_sin, is_packed = self.spec, self.rotary.cos_sin, self.window.is_packed
-        latent, kv = self.down(x).split((heads.q_lora_rank, heads.head_dim), dim=-1)
+        down = self.down(x) if rows is None else self.down.multiply_rows(rows, x.dtype)
+        latent, kv = down.split((heads.q_lora_rank, heads.head_dim), dim=-1)
         # Everything is written before any read: tokens of one step attend to each other through the pages, and to the
         # window that ends in this step.
         slots, step = self.window.slots, self.window.step(batch)

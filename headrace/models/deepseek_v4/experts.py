@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.moe import HASH_ROUTE
 from headrace.layers.build import Build
 from headrace.layers.linear import FloatLinear
@@ -53,8 +54,8 @@ class HashRouter(nn.Module):
 
 class V4Moe(nn.Module):
     """``x [T, D]`` to [T, D] of the experts and of the shared MLP, still to be added up, and that over ``group``, the
-    ranks if there are several. Ranks divide experts, or each of them, and the shared MLP as those of
-    `headrace.layers.moe.layer.MoeMlp`."""
+    ranks if there are several; ``rows`` may be x in FP8, as the shared MLP takes it. Ranks divide experts, or each
+    of them, and the shared MLP as those of `headrace.layers.moe.layer.MoeMlp`."""
 
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, build: Build):
         super().__init__()
@@ -94,9 +95,11 @@ class V4Moe(nn.Module):
         """Whether steps with this layer may be recorded in CUDA graphs."""
         return self.routed.is_capturable
 
-    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, token_ids: torch.Tensor, rows: Fp8Rows | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         choices = self.router(x, token_ids) if self.is_hashed else self.router(x)
-        return self.routed(x, choices), self.shared.compute_share(x)
+        return self.routed(x, choices), self.shared.compute_share(x, rows)
 
     def take_part(self) -> None:
         """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""

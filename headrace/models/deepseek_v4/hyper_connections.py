@@ -7,11 +7,21 @@ Computed in float32; streams are kept in the model's dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from headrace.kernels.streams import READ_STREAMS, WRITE_READ_STREAMS, WRITE_STREAMS, Pending, StreamMix, StreamShape
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
+from headrace.kernels.streams import (
+    READ_STREAMS,
+    WRITE_READ_STREAMS,
+    WRITE_STREAMS,
+    Passed,
+    Pending,
+    StreamMix,
+    StreamShape,
+)
 from headrace.kernels.streams.reference import collapse, mix_streams
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
@@ -45,10 +55,6 @@ class Streams:
         return Pending(self.out, self.post, self.mix, self.more)
 
 
-Written = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Streams that were written, and what was read of them."""
-
-
 class HyperConnection(nn.Module):
     """How a sublayer reads the streams and writes back to them; the parameters are those of `StreamMix`."""
 
@@ -63,29 +69,32 @@ class HyperConnection(nn.Module):
         self.base = build.parameter(num_weights)
         self.scale = build.parameter(3)  # one factor each for pre, post and mix
 
-    def read(self, streams: Streams, norm: RmsNorm) -> torch.Tensor:
-        """The sublayer's normalised input [T, D]; writes what is pending first. ``streams.out`` is to be set to the
-        sublayer's output, or that and ``streams.more`` to two parts of it, and ``streams.group`` to who adds it up."""
+    def read(self, streams: Streams, norm: RmsNorm, group: int | None = None) -> tuple[torch.Tensor, Fp8Rows | None]:
+        """The sublayer's normalised input [T, D], and the same in FP8 with scales of a ``group`` of dims where that is
+        faster than a kernel of its own; writes what is pending first. ``streams.out`` is to be set to the sublayer's
+        output, or that and ``streams.more`` to two parts of it, and ``streams.group`` to who adds it up."""
         mix = StreamMix(self.fn, self.scale, self.base)
+        rows: Fp8Rows | None = None
         if streams.out is None:
             x, streams.post, streams.mix = self._read(streams.own, mix, norm.weight, self._shape)
         else:
-            found = self._sum_write_read(streams, mix, norm)
+            found: Any = self._sum_write_read(streams, mix, norm, group)
             if found is None:
                 streams.add_up()
-                found = self._write_read(streams.own, streams.pending, mix, norm.weight, self._shape)
-            streams.own, x, streams.post, streams.mix = found
+                found = self._write_read(streams.own, streams.pending, mix, norm.weight, self._shape, group=group)
+            streams.own, x, streams.post, streams.mix = found[:4]
+            rows = None if group is None else found[4]
             streams.out = streams.more = streams.group = None
-        return x
+        return x, rows
 
-    def _sum_write_read(self, streams: Streams, mix: StreamMix, norm: RmsNorm) -> Written | None:
+    def _sum_write_read(self, streams: Streams, mix: StreamMix, norm: RmsNorm, rounded: int | None) -> Passed | None:
         """The sum over ranks in the same kernel; None where there is none to make, or separate ones are as fast."""
         group, out = streams.group, streams.out
         ranks = None if group is None or out is None else group.lending.find_sum(out.nbytes, out.dtype)
         if ranks is None:
             return None
-        found: Written | None = self._write_read(
-            streams.own, streams.pending, mix, norm.weight, self._shape, ranks=ranks
+        found: Passed | None = self._write_read(
+            streams.own, streams.pending, mix, norm.weight, self._shape, ranks=ranks, group=rounded
         )
         return found
 

@@ -45,9 +45,14 @@ class V4Block(nn.Module):
 
     def forward(self, streams: Streams, batch: ForwardBatch) -> None:
         """Leaves the MLP's output pending in ``streams``."""
-        streams.out = self.attention(self.attention_mix.read(streams, self.attention_norm), batch)
+        num_tokens = len(streams.own)
+        group = self.attention.down.find_row_group(num_tokens)
+        x, rows = self.attention_mix.read(streams, self.attention_norm, group)
+        streams.out = self.attention(x, batch, rows)
         streams.group = self.attention.group
-        streams.out, streams.more = self.mlp(self.mlp_mix.read(streams, self.mlp_norm), batch.token_ids)
+        group = self.mlp.shared.gate_up.find_row_group(num_tokens)
+        x, rows = self.mlp_mix.read(streams, self.mlp_norm, group)
+        streams.out, streams.more = self.mlp(x, batch.token_ids, rows)
         streams.group = self.mlp.group
 
 
