@@ -20,6 +20,7 @@
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, MATH = 128 * GROUPS, IDLE = 128;
 constexpr int MOST_ROWS = TABLES ? 128 : 256, SUMS = MOST_ROWS / 2;
+constexpr int MOST_PAIRED = 64;  // rows of a tile of which registers hold the sums of two stages
 constexpr uint32 WEIGHT_BYTES = WIDE * DEPTH;
 constexpr uint32 TABLE_BYTES = TABLES ? 1024 : 0;  // of a stage: scales of 128 rows, then of each warpgroup's outputs
 constexpr int LEAVING = 64, OUT_BYTES = LEAVING * 128;  // rows of x that leave at a time, and bytes of a warpgroup's
@@ -216,31 +217,76 @@ __device__ __forceinline__ void multiply_stage(float (&d)[SIZE], const Memory &s
 }
 
 #if TABLES
-// The sums of so many stages: those of each are scaled, and added in float32.
+// Scale the sums of a stage, whose products have ended, and add them in float32.
+template <int N>
+__device__ __forceinline__ void scale_stage(
+    float (&sums)[SUMS], float (&part)[N / 2], const Memory &s, const Stage &stage
+) {
+  const float *table = stage.table(s), scale = table[MOST_ROWS + threadIdx.x / 128 - 1];
+  fence_sums(part);
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const float2 rows = *(const float2 *)(table + 8 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sums[4 * j + 2 * half] += part[4 * j + 2 * half] * (rows.x * scale);
+      sums[4 * j + 2 * half + 1] += part[4 * j + 2 * half + 1] * (rows.y * scale);
+    }
+  }
+  __syncwarp();  // all lanes have read their scales
+  release(stage.empty(s));
+}
+
+// Begin the products of the next stage.
+template <int N>
+__device__ __forceinline__ Stage begin_next(float (&part)[N / 2], const Call &call, const Memory &s, Stage stage) {
+  stage.advance(call.stages);
+  wait_for(stage.full(s), stage.phase);
+  multiply_stage<N>(part, s, stage, false);
+  return stage;
+}
+
+// The sums of so many stages. Where registers hold two parts a stage is scaled while products of the next one run: of
+// two and more there are at least two in the ring.
 template <int N>
 __device__ __forceinline__ void add_up(float (&sums)[SUMS], const Call &call, const Memory &s, Stage &stage, int steps) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) sums[i] = 0.f;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  if constexpr (N <= MOST_PAIRED) {
+    float even[N / 2], odd[N / 2];
     wait_for(stage.full(s), stage.phase);
-    float part[N / 2];
-    multiply_stage<N>(part, s, stage, false);
-    const float *table = stage.table(s), scale = table[MOST_ROWS + threadIdx.x / 128 - 1];
-    wait_products<0>();
-    fence_sums(part);
-#pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
-      const float2 rows = *(const float2 *)(table + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        sums[4 * j + 2 * half] += part[4 * j + 2 * half] * (rows.x * scale);
-        sums[4 * j + 2 * half + 1] += part[4 * j + 2 * half + 1] * (rows.y * scale);
-      }
+    multiply_stage<N>(even, s, stage, false);
+#pragma unroll 1
+    for (; steps > 2; steps -= 2) {
+      const Stage second = begin_next<N>(odd, call, s, stage);
+      wait_products<1>();
+      scale_stage<N>(sums, even, s, stage);
+      stage = begin_next<N>(even, call, s, second);
+      wait_products<1>();
+      scale_stage<N>(sums, odd, s, second);
     }
-    __syncwarp();  // all lanes have read their scales
-    release(stage.empty(s));
+    if (steps > 1) {
+      const Stage second = begin_next<N>(odd, call, s, stage);
+      wait_products<1>();
+      scale_stage<N>(sums, even, s, stage);
+      wait_products<0>();
+      scale_stage<N>(sums, odd, s, second);
+      stage = second;
+    } else {
+      wait_products<0>();
+      scale_stage<N>(sums, even, s, stage);
+    }
     stage.advance(call.stages);
+  } else {
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      float part[N / 2];
+      wait_for(stage.full(s), stage.phase);
+      multiply_stage<N>(part, s, stage, false);
+      wait_products<0>();
+      scale_stage<N>(sums, part, s, stage);
+      stage.advance(call.stages);
+    }
   }
 }
 #else
