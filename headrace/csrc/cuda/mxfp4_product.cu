@@ -10,7 +10,7 @@
 // and asks the copy engine (TMA) for codes and rows of 128 inputs into a ring of STAGES. The other GROUPS warpgroups
 // decode 64 rows of codes each to operands of wgmma in registers; x comes from shared memory. While products with low
 // codes of the bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows
-// are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on;
+// are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or some steps more;
 // boxes of BOX rows that it does not have are not copied. With two groups, two blocks of a cluster share rows of x.
 //
 // Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, BOX (a divisor of
@@ -22,7 +22,7 @@
 #include "hopper.cuh"
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, OUTPUTS = GATE ? WIDE / 2 : WIDE;
-constexpr uint32 X_BYTES = ROWS * DEPTH * 2, CODE_BYTES = WIDE * DEPTH / 2, STAGE_BYTES = X_BYTES + CODE_BYTES;
+constexpr uint32 X_BYTES = ROWS * DEPTH * 2, CODE_BYTES = WIDE * DEPTH / 2;
 constexpr int THREADS = 128 * (GROUPS + 1);
 
 struct Call {

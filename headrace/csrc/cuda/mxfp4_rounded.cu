@@ -9,7 +9,7 @@
 // and asks the copy engine (TMA) for codes and rows of 128 inputs into a ring of STAGES. The other GROUPS warpgroups
 // decode 64 rows of codes each to operands of wgmma in registers; x comes from shared memory. While products with low
 // codes of the bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. An expert's rows
-// are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or GRAIN more, and so on;
+// are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or some steps more;
 // boxes of BOX rows that it does not have are not copied. With two groups, two blocks of a cluster share rows of x.
 //
 // Macros: FP8 (1, for weight_operand.cuh), ROWS (16, 32, 48, 64, 96, 128, 224), GROUPS (2 or 4; ROWS * GROUPS at most

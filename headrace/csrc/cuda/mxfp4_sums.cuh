@@ -258,8 +258,9 @@ template <int N>
 __device__ __forceinline__ void multiply_tile(
     const Call &call, Tile &tile, Window &window, const Place &place, Scales &scales, int rows, int steps
 ) {
+  // from 192 rows on in steps of 16: an expert of many rows has tiles of about so many
   if constexpr (N < ROWS)
-    if (rows > N) return multiply_tile<N + GRAIN>(call, tile, window, place, scales, rows, steps);
+    if (rows > N) return multiply_tile<N + (N >= 192 ? 16 : GRAIN)>(call, tile, window, place, scales, rows, steps);
   float sums[N / 2];
   add_up<N>(sums, window, place, scales, steps);
   const Tile done = tile;
