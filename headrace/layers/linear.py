@@ -260,17 +260,26 @@ class Linear(StorableLayer):
         residual.pending = None
         return out
 
-    def read_all(self, norm: Norm, residual: Residual) -> torch.Tensor:
-        """``product(norm(residual))`` of all slices."""
-        slices, weight = residual.slices, plain_weight(self)
+    def read_all(
+        self, norm: Norm, residual: Residual, *, adds_later: bool = False
+    ) -> tuple[torch.Tensor, Addition | None]:
+        """``product(norm(residual))`` of all slices. With ``adds_later``, which is for one slice, what adapters add may
+        be left to the caller."""
+        slices, weight, lora = residual.slices, plain_weight(self), self.lora
+        if adds_later and lora is not None and lora.is_active and lora.is_low_rank:
+            product = self.read(norm, residual)
+            if product is not None:
+                return product, None
+            begun, out = self._begin(norm.add(residual), lora, is_wide=self._is_wide)
+            return out, None if begun is None else Addition(lora, begun)
         if len(slices) == 1 or weight is None or self._has_adapters:
-            return join_rows([self._read_or_multiply(norm, rows) for rows in slices])
+            return join_rows([self._read_or_multiply(norm, rows) for rows in slices]), None
         # slices have thousands of rows, which torch multiplies best: each straight into its place
         out = slices[0].stream.new_empty(sum(len(rows.stream) for rows in slices), len(weight))
         for rows, part in zip(slices, residual.rows_of(out), strict=True):
             x, bias = norm.add(rows), self._own_bias
             torch.mm(x, weight.t(), out=part) if bias is None else torch.addmm(bias, x, weight.t(), out=part)
-        return out
+        return out, None
 
     def _read_or_multiply(self, norm: Norm, residual: Residual) -> torch.Tensor:
         product = self.read(norm, residual)  # norm and product in one kernel, if that is faster

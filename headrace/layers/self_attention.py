@@ -13,12 +13,14 @@ import torch.nn.functional as F
 
 from headrace.kernels.attention.reference import read_codes
 from headrace.kernels.few_decodes import Rotation
+from headrace.kernels.lora import EXPAND_ROPE_WRITE, precedes_attention
+from headrace.kernels.operation import choose_fused
 from headrace.kernels.rowwise import ROPE_WRITE, HeadShape
 from headrace.layers.attention.contract import AttentionParams, KvPages, MediaBlock
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.norm import HeadNorm, RmsNorm
-from headrace.layers.residual import Branch, Norm, Residual
+from headrace.layers.residual import Addition, Branch, Norm, Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
 from headrace.parallel.cut import cut_of
@@ -138,6 +140,8 @@ class Attention(AttentionLayer):
             norm_offset=norm.offset,
         )
         self._rope_write = self._choose_rope_write(build)
+        has_adapters = build.adapters is not None
+        self._expand_rope_write = choose_fused(EXPAND_ROPE_WRITE, build.query()) if has_adapters else None
         # else there is something between the rotation and attention
         self._may_fuse = build.device.type == "cuda" and self._unit_weight is None and (
             rotary is None or rotary.query_scale is None
@@ -165,13 +169,18 @@ class Attention(AttentionLayer):
     def _attend_after(self, norm: Norm, residual: Residual) -> torch.Tensor:
         """Attention output [T, H * E] of the normalised stream. With ``ForwardBatch.queries``, [S, H * E], and the
         residual is pruned to the same rows."""
-        x = self._attend(self.qkv.read_all(norm, residual))
+        adds_later = (
+            self._expand_rope_write is not None and self._norm_before is None and len(residual.slices) == 1
+            and precedes_attention(len(residual.stream))
+        )
+        x = self._attend(*self.qkv.read_all(norm, residual, adds_later=adds_later))
         if self.step.batch.queries is not None:
             residual.join()
             residual.keep_rows(self.step.batch.queries)
         return x
 
-    def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor, addition: Addition | None = None) -> torch.Tensor:
+        """``addition``: what adapters still add to ``qkv``."""
         batch, pages = self.step.batch, self.pages
         assert pages is not None, "bind comes first"
         if self._norm_before is not None:
@@ -179,16 +188,15 @@ class Attention(AttentionLayer):
         step = batch.groups[self.group]
         cos_sin = self.rotary.find(batch) if self.rotary else None
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
-        if self._may_fuse and batch.queries is None and batch.media is None and pages.hot is None:
-            rotation = Rotation(positions, cos_sin, step.inputs.slots, self._norm_weights, self._head_shape)
+        rotation = Rotation(positions, cos_sin, step.inputs.slots, self._norm_weights, self._head_shape)
+        is_whole = self._may_fuse and batch.queries is None and batch.media is None and pages.hot is None
+        if is_whole and addition is None:
             out = step.backend.rotate_and_attend(qkv, rotation, pages, self.params)
             if out is not None:
                 return out.flatten(1)
-        codes = {} if pages.scales is None else {"scales": pages.scales}  # an int8 cache, on CPUs only
         # Writes K and V of all T tokens, which later steps need, also if only some queries are kept below. May
         # overwrite qkv.
-        q = self._rope_write(qkv, positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
-        q = batch.select_queries(q)
+        q = batch.select_queries(self._rotate(qkv, rotation, pages, addition))
         if self._unit_weight is not None:
             q = q * self._rotated_weight()
         if self.rotary is not None and self.rotary.query_scale is not None:
@@ -199,6 +207,23 @@ class Attention(AttentionLayer):
             for block in batch.media.blocks:
                 attend_block(out, q, block, pages, step.inputs.page_table, self.params)
         return out.flatten(1)
+
+    def _rotate(
+        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, addition: Addition | None
+    ) -> torch.Tensor:
+        """As `ROPE_WRITE`."""
+        if addition is not None and self._expand_rope_write is not None:
+            bank, begun = addition.bank, addition.begun
+            q: torch.Tensor | None = self._expand_rope_write(
+                begun.reduced, qkv, rotation, pages.k, pages.v, bank.tensors, begun.rows
+            )
+            if q is not None:
+                return q
+            bank.finish(begun, qkv)
+        codes = {} if pages.scales is None else {"scales": pages.scales}  # an int8 cache, on CPUs only
+        return self._rope_write(
+            qkv, rotation.positions, rotation.cos_sin, rotation.slots, pages.k, pages.v, **codes
+        )
 
     def _rotated_weight(self) -> torch.Tensor:
         """[E]: what queries are multiplied by if norms follow the rotation. A rotation keeps the root mean square, so

@@ -19,7 +19,7 @@ from headrace.kernels.collective import calls
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes import hopper as few_decodes
 from headrace.kernels.linear import gated_product, rows, wave_product, waves
-from headrace.kernels.lora import adapted_norm, additions
+from headrace.kernels.lora import adapted_norm, additions, rotated
 from headrace.kernels.moe import (
     coded_few,
     fp8_few,
@@ -104,9 +104,12 @@ CASES: dict[str, list[Find]] = {
     "collective": each(
         calls.find_kernel, ("sum_1_0_1", 2, BF16), ("sum_2_1_2", 2, F16), ("sent_4_1", 2, F32), ("gather", 2, BF16),
     ),
-    "expand": each(additions._find_expand, (0, 16, 16), (1, 16, 16), (2, 64, 32), (0, 16, 32)),
+    "expand": each(additions._find_expand, (0, 16), (1, 16), (2, 64)),
     "expand_norm": each(additions._find_norm, (1, 16), (2, 64)),
     "expand_norm_many": each(additions._find_norm_many, (1, 16, True), (2, 64, True), (1, 16, False)),
+    "expand_rope": each(
+        rotated._find_kernel, (64, False, 16), (64, True, 32), (32, True, 16), (128, False, 16),
+    ),
     "few_decodes": [
         few_decodes_of(128, 8, BF16, 128, has_norm=True),
         few_decodes_of(64, 16, BF16, 32, interleaved=True, softcap=30.0), few_decodes_of(128, 5, E4M3, 0),

@@ -32,6 +32,7 @@ from headrace.kernels.lora import (
     EXPAND,
     EXPAND_ADD_NORM,
     EXPAND_GATED,
+    EXPAND_ROPE_WRITE,
     LowRankBank,
     Reduced,
     SlotRows,
@@ -51,7 +52,7 @@ from headrace.kernels.moe import (
 )
 from headrace.kernels.moe.linear_route import find_form
 from headrace.kernels.operation import KernelQuery, Operation
-from headrace.kernels.rowwise import Gate
+from headrace.kernels.rowwise import Gate, HeadShape
 from headrace.kernels.span_attention import SPAN_ATTENTION, Spans
 from headrace.kernels.sparse_attention import (
     ATTEND_SLOTS,
@@ -388,6 +389,27 @@ def test_adapters(hopper: Recording):
                     if len(ends) == 1:
                         normed(reduced, out, torch.empty_like(out), norm, bank, rows)
     assert set(hopper.own) == {"expand", "expand_norm", "expand_norm_many"}
+
+
+def test_adapters_before_attention(hopper: Recording):
+    write = find_own(hopper.card, EXPAND_ROPE_WRITE)
+    assert write is not None
+    for (heads, kv_heads, head_dim), ranks in product(((32, 8, 128), (32, 8, 64), (4, 1, 128), (8, 4, 256)), (16, 64)):
+        ends = tuple(count * head_dim for count in (heads, heads + kv_heads, heads + 2 * kv_heads))
+        shape = HeadShape(
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rotary_dim=head_dim, interleaved=False,
+            norm_eps=1e-5, norm_offset=0.0,
+        )
+        pages = [hopper.empty(9, 16, kv_heads, head_dim) for _ in range(2)]
+        for count, norms in product((17, 256, 8192), (None, (hopper.empty(head_dim), hopper.empty(head_dim)))):
+            numbers = hopper.empty(count, dtype=I64)
+            rotation = Rotation(numbers, hopper.empty(99, head_dim, dtype=F32), numbers, norms, shape)
+            reduced = Reduced(hopper.empty(1, count, 3 * ranks, dtype=F32))
+            bank, rows = make_bank(hopper, ends, ranks, 4096), make_rows(hopper, count)
+            q = write(reduced, hopper.empty(count, ends[-1]), rotation, *pages, bank, rows)
+            assert (q is None) == (head_dim > 128 and norms is not None)
+            assert q is None or q.shape == (count, heads, head_dim)
+    assert set(hopper.own) == {"expand_rope"}
 
 
 def test_products_with_adapters(hopper: Recording):

@@ -10,19 +10,25 @@ import torch
 import torch.nn.functional as F
 from devices import relative_error
 
+from headrace.kernels.few_decodes import Rotation
+from headrace.kernels.few_decodes import hopper as few_decodes
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import (
     EXPAND,
     EXPAND_ADD_NORM,
     EXPAND_GATED,
+    EXPAND_ROPE_WRITE,
+    FEW_DECODES,
     LowRankBank,
     Reduced,
     SlotRows,
     additions,
     make_tiles,
+    rotated,
 )
 from headrace.kernels.lora import triton as triton_solution
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import ROPE_WRITE, HeadShape
 from headrace.layers.lora.rows import RowsLayout
 
 SLOTS = 5
@@ -156,6 +162,48 @@ def test_additions_before_a_norm(
 
 @pytest.mark.cuda
 @on_hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_norm", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, most_ranks", [(4, 1, 128, 16), (4, 2, 64, 32), (8, 4, 32, 16), (2, 1, 256, 16)]
+)
+@pytest.mark.parametrize("slots, room", BATCHES, ids=lambda case: str(len(case)) if isinstance(case, list) else "")
+def test_additions_before_attention(
+    slots: list[int], room: int, heads: int, kv_heads: int, head_dim: int, most_ranks: int, has_norm: bool, kind: str
+):
+    """All rows are rotated, those without an adapter too; pages beside theirs are not written."""
+    if has_norm and head_dim > 128:
+        pytest.skip("a head's columns are of two warps")
+    ends = tuple(count * head_dim for count in (heads, heads + kv_heads, heads + 2 * kv_heads))
+    case, page = Case(slots, room, ends, most_ranks, kind), 16
+    qkv, num_pages = case.wide(ends[-1]), case.size // 16 + 3
+    positions = torch.randint(500, (case.size,), generator=case.draw, device="cuda")
+    places = torch.randperm(num_pages * page, generator=case.draw, device="cuda")[: case.size]
+    table = torch.randn(500, head_dim, generator=case.draw, device="cuda")
+    norms = (case.normal(head_dim), case.normal(head_dim)) if has_norm else None
+    shape = HeadShape(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rotary_dim=head_dim, interleaved=False,
+        norm_eps=1e-5, norm_offset=0.5,
+    )
+    rotation = Rotation(positions, table, places, norms, shape)
+    pages = [torch.full((2, num_pages, page, kv_heads, head_dim), 7.0, device="cuda").bfloat16() for _ in range(2)]
+    (k, k_expected), (v, v_expected) = (stack.unbind(0) for stack in pages)
+    whole = (qkv.double() + case.added).bfloat16()
+    expected = ROPE_WRITE.load("reference")(
+        whole, positions, table, places, k_expected, v_expected, **shape,
+        **({} if norms is None else {"q_norm": norms[0], "k_norm": norms[1]}),
+    )
+    q = rotated.expand_rope_write(case.reduced, qkv, rotation, k, v, case.bank, case.rows)
+    assert q is not None
+    for ours, theirs in ((q, expected), (k, k_expected), (v, v_expected)):
+        assert relative_error(ours, theirs.double()) < 5e-3
+    untouched = torch.ones(num_pages * page, dtype=torch.bool, device="cuda")
+    untouched[places] = False
+    assert all(bool((own.flatten(0, 1)[untouched] == 7.0).all()) for own in (k, v))
+
+
+@pytest.mark.cuda
+@on_hopper
 def test_additions_behind_one_another_in_a_graph():
     """With dependent launch, as decodes run: each kernel reads what the one in front has written."""
     case = Case([4, 3, -1, 0] * 60, 256, (4096,), 16, "dense")
@@ -182,8 +230,14 @@ def test_additions_behind_one_another_in_a_graph():
     assert torch.equal(again, first) and torch.equal(streams, before) and first.isfinite().all()
 
 
+def test_few_decodes_are_rotated_with_their_attention():
+    assert FEW_DECODES == few_decodes.MOST_ROWS
+
+
 def test_hopper_takes_own_kernels():
     hopper, others = KernelQuery("cuda", "bfloat16", (9, 0)), KernelQuery("cuda", "float16", (9, 0))
+    assert EXPAND_ROPE_WRITE.choose(hopper) is EXPAND_ROPE_WRITE.load("cuda")
+    assert EXPAND_ROPE_WRITE.choose(others) is EXPAND_ROPE_WRITE.load("reference")
     for operation in (EXPAND, EXPAND_GATED, EXPAND_ADD_NORM):
         assert operation.choose(hopper) is operation.load("cuda")
         assert operation.choose(others) is operation.load("triton_pdl")

@@ -18,10 +18,12 @@ from headrace.kernels.lora import (
     EXPAND,
     EXPAND_ADD_NORM,
     EXPAND_GATED,
+    EXPAND_ROPE_WRITE,
     LINEAR_SHRINK,
     SHRINK,
 )
 from headrace.kernels.operation import KernelQuery, Operation
+from headrace.layers import self_attention as attention_module
 from headrace.layers.linear import Linear
 from headrace.layers.lora import bank as bank_module
 from headrace.layers.lora import staging as staging_module
@@ -32,6 +34,7 @@ from headrace.layers.lora.memory import AdapterMemory
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.moe.checkpoint import unstack_experts
+from headrace.layers.self_attention import Attention
 from headrace.models.adapters.contents import check_parts
 
 SLOTS, MAX_RANK = 3, 20
@@ -107,6 +110,8 @@ FUSED = {
     "few rows": ("llama", [EXPAND_GATED, EXPAND_ADD_NORM]), "a row": ("llama", [EXPAND_GATED, LINEAR_SHRINK]),
     "whole products": ("llama", [ADAPTED_LINEAR]), "whole products, norms behind": ("gemma3", [ADAPTED_LINEAR]),
     "many rows": ("llama", [EXPAND_GATED, ADAPTED_NORM]), "norms behind": ("gemma3", [EXPAND_GATED]),
+    "rotated rows": ("llama", [EXPAND_GATED, EXPAND_ROPE_WRITE]),
+    "rotated rows, norms of heads": ("qwen3", [EXPAND_GATED, EXPAND_ROPE_WRITE]),
 }
 
 
@@ -116,6 +121,7 @@ def test_additions_fused_with_what_is_around(case: str, monkeypatch: pytest.Monk
     name, fused = FUSED[case]
     monkeypatch.setattr(bank_module, "chains_norm", lambda _: True)
     monkeypatch.setattr(bank_module, "fits_norm", lambda _: case == "few rows")
+    monkeypatch.setattr(attention_module, "precedes_attention", lambda _: True)
     rig, num_calls = Rig(find_case(name)), Counter[str]()
 
     def count_calls(operation: Operation) -> Callable[..., Any]:
@@ -127,6 +133,9 @@ def test_additions_fused_with_what_is_around(case: str, monkeypatch: pytest.Monk
 
         return call
 
+    for layer in rig.harness.model.modules():
+        if isinstance(layer, Attention) and EXPAND_ROPE_WRITE in fused:
+            layer._expand_rope_write = count_calls(EXPAND_ROPE_WRITE)
     for bank in rig.harness.model.modules():
         if isinstance(bank, LinearBank):
             bank._shrink, bank._expand = SHRINK.load("reference"), EXPAND.load("reference")

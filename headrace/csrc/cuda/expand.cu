@@ -2,10 +2,10 @@
 // output [T, 2 F] that stacks gate and up, each rounded as if stored. See additions.cuh and kernels/lora.
 //
 // A block has up to 16 or 32 rows of one adapter, or of none, and each of its warps 64 columns, with a gate the same of
-// both. What bounds it is how many bytes are asked for at a time: warps share nothing and wait for nobody. Of 32 rows,
-// STAGED, eight are multiplied while the next are on their way to shared memory; of few, registers hold them.
+// both. What bounds it is how many bytes are asked for at a time: warps share nothing and wait for nobody, and eight rows
+// are multiplied while sixteen are on their way to shared memory.
 //
-// Compiled by NVRTC. Macros: MANY, see additions.cuh; GATE (0; 1 silu, 2 gelu_tanh); STAGED (0, 1).
+// Compiled by NVRTC. Macros: MANY, see additions.cuh; GATE (0; 1 silu, 2 gelu_tanh).
 
 #include "numbers.cuh"
 #include "half_pairs.cuh"
@@ -55,7 +55,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, GATE ? 5 : 6) expand(const
   const auto own = [&](const Rows &rows, int i, int half) {
     return call.x + int64(rows.pair[half]) * call.x_stride + column + i * call.outputs;
   };
-#if STAGED
   extern __shared__ Eight staged[];  // [STAGES, PARTS, 2 rows, THREADS]
   const auto place = [&](int at, int i, int half) {
     return staged + ((at / ROWS % STAGES * PARTS + i) * 2 + half) * THREADS + threadIdx.x;
@@ -77,34 +76,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, GATE ? 5 : 6) expand(const
 #pragma unroll
   for (int i = 0; i < PARTS; ++i)
     load_sums(next_sums[i], in, Rows(slot, first, count, mine, 0), part + i, 0, rank[i] > 0);
-#endif
 #pragma unroll 1
   for (int at = 0; at < count; at += ROWS) {
     const Rows rows(slot, first, count, mine, at);
     Eight x[PARTS][2];
-#if STAGED
     ask(at + (STAGES - 1) * ROWS);
     wait_for_copies<STAGES - 1>();
-#endif
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-#if STAGED
         if (is_there && rows.has[half]) x[i][half] = *place(at, i, half);
-#else
-        x[i][half] = load(own(rows, i, half), is_there && rows.has[half]);
-#endif
     uint32 sums[PARTS][2];
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
-#if STAGED
       sums[i][0] = next_sums[i][0], sums[i][1] = next_sums[i][1];
       if (at + ROWS < count)
         load_sums(next_sums[i], in, Rows(slot, first, count, mine, at + ROWS), part + i, 0, rank[i] > 0);
-#else
-      load_sums(sums[i], in, rows, part + i, 0, rank[i] > 0);
-#endif
     }
     float d[PARTS][4][4] = {};
 #pragma unroll

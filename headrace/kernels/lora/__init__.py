@@ -133,6 +133,11 @@ EXPAND_ADD_NORM = Operation("LoRA kernel before a norm")
 """``expand_add_norm(reduced, x, residual [T, D], norm: Norm, bank, rows) -> (normed, new_residual)``: as
 `ADD_RMS_NORM`, of ``x`` and what `EXPAND` adds. For few rows, see `fits_norm`."""
 
+EXPAND_ROPE_WRITE = Operation("LoRA kernel before attention")
+"""``expand_rope_write(reduced, qkv [T, O], rotation: Rotation, k_pages, v_pages, bank, rows) -> q | None``: `EXPAND`
+of a product that stacks q, k and v, rounded as if stored, and `ROPE_WRITE`; None, with nothing done, where it takes no
+such sizes. ``qkv`` may be overwritten. See `precedes_attention`."""
+
 LINEAR_SHRINK = Operation("LoRA kernel with a product")
 """``linear_shrink(x [T, I], weight [O, I], bias [O] | None, bank, rows) -> (out [T, O], reduced) | None``: `LINEAR` and
 `SHRINK` in one kernel; None where two are as fast, for more than a row or two."""
@@ -163,6 +168,9 @@ All on one device."""
 
 WHOLE_ROWS = 2
 """Most rows of `ADAPTED_LINEAR`."""
+
+FEW_DECODES = 16
+"""Most rows of attention with the rotation in its launch, see `headrace.kernels.few_decodes`."""
 
 
 def count_published(parts: int, ranks: int) -> int:
@@ -198,6 +206,11 @@ def fits_norm(rows: int) -> bool:
     return rows <= MOST_NORM_ROWS
 
 
+def precedes_attention(rows: int) -> bool:
+    """Whether `EXPAND_ROPE_WRITE` pays off for so many rows: for few, the rotation is in the launch of attention."""
+    return rows > FEW_DECODES
+
+
 def chains_norm(rows: int) -> bool:
     """Whether `ADAPTED_NORM` pays off for so many rows."""
     return rows in CHAINED_ROWS
@@ -224,6 +237,13 @@ for _operation, _name in (
             supports=lambda query: _in_bfloat16(query) or requires_hopper(query), priority=20,
             doc="own CUDA C++ for Hopper",
         )
+EXPAND_ROPE_WRITE.add(
+    "reference", "headrace.kernels.lora.reference:expand_rope_write", doc="one behind the other"
+)
+EXPAND_ROPE_WRITE.add(
+    "cuda", "headrace.kernels.lora.rotated:expand_rope_write",
+    supports=lambda query: _in_bfloat16(query) or requires_hopper(query), priority=20, doc="own CUDA C++ for Hopper",
+)
 LINEAR_SHRINK.add("reference", "headrace.kernels.lora.reference:linear_shrink", doc="torch, one behind the other")
 _in_half = requires(device="cuda", dtypes=("float16", "bfloat16"))
 LINEAR_SHRINK.add("triton", "headrace.kernels.lora.gemv:linear_shrink", supports=_in_half, priority=10, doc="a GEMV")

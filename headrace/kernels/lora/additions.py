@@ -19,8 +19,8 @@ from headrace.kernels.rowwise.triton import GATES
 
 ROWS, COLUMNS, RANKS = 8, 64, 16
 """As in the sources: of a warp, and ranks of a product."""
-WARPS, EXPAND_STAGES = 4, 3
-"""Of a block of ``expand.cu``: warps, and how often it has room for eight rows where it has more than 16."""
+WARPS, STAGES = 4, 3
+"""Of a block of ``expand.cu`` and ``expand_rope.cu``: warps, and how often it has room for eight rows."""
 NORM_WARPS, CLUSTER = 16, 4
 """Of a block of ``expand_norm.cu`` and ``expand_norm_many.cu``, and blocks of their clusters."""
 MOST_GROUPS, FEW_ROWS = 2, 512
@@ -31,7 +31,7 @@ MOST_BLOCK_ROWS = 32
 """Of `SlotRows.blocks`: a warp reads at once which rows a block has."""
 
 
-class _Additions(ctypes.Structure):
+class Additions(ctypes.Structure):
     """``Additions`` of the sources."""
 
     _fields_ = (
@@ -46,7 +46,7 @@ class _Expand(ctypes.Structure):
     """``Call`` of ``expand.cu``."""
 
     _fields_ = (
-        ("added", _Additions), *((name, c_void_p) for name in ("x", "out", "tiles")),
+        ("added", Additions), *((name, c_void_p) for name in ("x", "out", "tiles")),
         *((name, c_int) for name in ("x_stride", "out_stride", "outputs", "num_tiles", "programs")),
     )
 
@@ -55,7 +55,7 @@ class _ExpandNorm(ctypes.Structure):
     """``Call`` of ``expand_norm.cu``."""
 
     _fields_ = (
-        ("added", _Additions), *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        ("added", Additions), *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
         ("partial_stride", c_int64),
         *((name, c_int) for name in ("x_stride", "residual_stride", "partials")), ("eps", c_float),
         ("offset", c_float),
@@ -66,18 +66,22 @@ class _ExpandNormMany(ctypes.Structure):
     """``Call`` of ``expand_norm_many.cu``."""
 
     _fields_ = (
-        ("added", _Additions), *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
+        ("added", Additions), *((name, c_void_p) for name in ("x", "residual", "weight", "out")),
         *((name, c_int) for name in ("x_stride", "residual_stride")), ("eps", c_float), ("offset", c_float),
     )
 
 
+def count_staged(parts: int) -> int:
+    """Bytes of shared memory for rows on their way, of 64 columns of so many parts for each warp of a block."""
+    return STAGES * parts * ROWS * WARPS * COLUMNS * 2
+
+
 @cache_compiled
-def _find_expand(gate: int, ranks: int, block_rows: int, device: torch.device) -> CudaKernel | None:
+def _find_expand(gate: int, ranks: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
-    is_staged = block_rows > 2 * ROWS
-    staged = EXPAND_STAGES * (2 if gate else 1) * ROWS * WARPS * COLUMNS * 2 if is_staged else 0
+    staged = count_staged(2 if gate else 1)
     with fallback("what adapters add is added by Triton's kernels"):
-        return load_kernel("expand", device, staged, GATE=gate, MANY=int(ranks > RANKS), STAGED=int(is_staged))
+        return load_kernel("expand", device, staged, GATE=gate, MANY=int(ranks > RANKS))
     return None
 
 
@@ -98,7 +102,7 @@ def _find_norm_many(groups: int, ranks: int, has_x: bool, device: torch.device) 
     return None
 
 
-def _begin_at(numbers: int, *tensors: torch.Tensor) -> bool:
+def begin_at(numbers: int, *tensors: torch.Tensor) -> bool:
     """Whether rows of all begin at multiples of so many numbers, which are neighbours in memory."""
     return all(
         tensor.stride(-1) == 1 and tensor.data_ptr() % (numbers * tensor.itemsize) == 0
@@ -106,16 +110,16 @@ def _begin_at(numbers: int, *tensors: torch.Tensor) -> bool:
     )
 
 
-def _describe(reduced: Reduced, bank: LowRankBank, rows: SlotRows) -> _Additions | None:
+def describe(reduced: Reduced, bank: LowRankBank, rows: SlotRows) -> Additions | None:
     """None where the kernels do not take these."""
     sums, (_, parts, ranks, _), width = reduced.sums, bank.a.shape, bank.b.shape[2]
     is_float = sums.dtype == torch.float32
     takes_sums = is_float or (sums.dtype == torch.bfloat16 and len(sums) == 1 and reduced.is_dense)
     if not takes_sums or ranks % RANKS or any(end % 8 for end in bank.ends) or rows.block_rows > MOST_BLOCK_ROWS:
         return None
-    if bank.b.dtype != torch.bfloat16 or not (_begin_at(8, bank.b) and _begin_at(2, sums)):
+    if bank.b.dtype != torch.bfloat16 or not (begin_at(8, bank.b) and begin_at(2, sums)):
         return None
-    return _Additions(
+    return Additions(
         *(tensor.data_ptr() for tensor in (sums, bank.b, bank.ranks, rows.order, rows.blocks)), sums.stride(0),
         sums.stride(1), len(sums), is_float, reduced.is_dense, rows.blocks.shape[1], ranks, parts, width,
     )
@@ -124,9 +128,9 @@ def _describe(reduced: Reduced, bank: LowRankBank, rows: SlotRows) -> _Additions
 def expand(reduced: Reduced, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
     """See `EXPAND`."""
     triton.join(rows, out.device)
-    added = _describe(reduced, bank, rows)
-    takes = added is not None and out.dtype == torch.bfloat16 and _begin_at(8, out)
-    kernel = _find_expand(0, bank.most_ranks, rows.block_rows, out.device) if takes else None
+    added = describe(reduced, bank, rows)
+    takes = added is not None and out.dtype == torch.bfloat16 and begin_at(8, out)
+    kernel = _find_expand(0, bank.most_ranks, out.device) if takes else None
     if added is None or kernel is None:
         return triton.expand(reduced, out, bank, rows, pdl=True)
     num_tiles = bank.tiles.shape[1]
@@ -143,9 +147,9 @@ def expand_gated(
 ) -> torch.Tensor:
     """See `EXPAND_GATED`."""
     triton.join(rows, x.device)
-    added, size = _describe(reduced, bank, rows), x.shape[1] // 2
-    takes = added is not None and x.dtype == torch.bfloat16 and _begin_at(8, x)
-    kernel = _find_expand(GATES[activation], bank.most_ranks, rows.block_rows, x.device) if takes else None
+    added, size = describe(reduced, bank, rows), x.shape[1] // 2
+    takes = added is not None and x.dtype == torch.bfloat16 and begin_at(8, x)
+    kernel = _find_expand(GATES[activation], bank.most_ranks, x.device) if takes else None
     if added is None or kernel is None:
         return triton.expand_gated(reduced, x, bank, rows, activation, pdl=True)
     out, programs = torch.empty((len(x), size), dtype=x.dtype, device=x.device), ceil_div(size, WARPS * COLUMNS)
@@ -160,14 +164,14 @@ def expand_add_norm(
     """See `EXPAND_ADD_NORM`; writes the new residual in place."""
     triton.join(rows, x.device)
     count, width = residual.shape
-    added, groups = _describe(reduced, bank, rows), ceil_div(width, COLUMNS * NORM_WARPS * CLUSTER)
+    added, groups = describe(reduced, bank, rows), ceil_div(width, COLUMNS * NORM_WARPS * CLUSTER)
     is_few = count <= FEW_ROWS
     fits = is_few or x.dim() == 2
     takes = (
         added is not None and groups <= MOST_GROUPS and fits
         and all(tensor.dtype == torch.bfloat16 for tensor in (residual, norm.weight))
         and x.dtype == (torch.bfloat16 if x.dim() == 2 else torch.float32)
-        and _begin_at(8, residual, norm.weight) and _begin_at(8 if x.dim() == 2 else 2, x)
+        and begin_at(8, residual, norm.weight) and begin_at(8 if x.dim() == 2 else 2, x)
     )
     kernel = None
     if takes and is_few:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import (
     BEGIN,
@@ -25,7 +26,7 @@ from headrace.kernels.lora import (
     SlotRows,
 )
 from headrace.kernels.lora.codes import CodedBank
-from headrace.kernels.rowwise import ADD_RMS_NORM, GELU_TANH_MUL, SILU_MUL
+from headrace.kernels.rowwise import ADD_RMS_NORM, GELU_TANH_MUL, ROPE_WRITE, SILU_MUL
 
 
 def shrink(x: torch.Tensor, bank: LowRankBank | CodedBank, rows: SlotRows) -> torch.Tensor:
@@ -76,6 +77,20 @@ def expand_add_norm(
         added.to(residual.dtype), residual, norm.weight, norm.eps, norm.offset
     )
     return found
+
+
+def expand_rope_write(
+    reduced: torch.Tensor | Reduced, qkv: torch.Tensor, rotation: Rotation, k_pages: torch.Tensor,
+    v_pages: torch.Tensor, bank: LowRankBank, rows: SlotRows,
+) -> torch.Tensor:
+    """See `EXPAND_ROPE_WRITE`."""
+    expand(reduced, qkv, bank, rows)
+    q_norm, k_norm = rotation.norms or (None, None)
+    q: torch.Tensor = ROPE_WRITE.load("reference")(
+        qkv, rotation.positions, rotation.cos_sin, rotation.slots, k_pages, v_pages, q_norm=q_norm, k_norm=k_norm,
+        **rotation.shape,
+    )
+    return q
 
 
 def adapted_linear(
