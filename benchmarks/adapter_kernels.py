@@ -1,7 +1,7 @@
-"""Times the products, norms and activations of decoder layers with low-rank additions on a GPU.
+"""Times the products, norms, rotation and activations of decoder layers with low-rank additions on a GPU.
 
-Layers are those of Llama-3.1-8B with rank 16 on all linears, without attention, in a captured graph as decodes run; of
-several layers, so that weights come from memory. Usage: python -m benchmarks.adapter_kernels [--rows 16,256]
+Layers are those of Llama-3.1-8B with rank 16 on all linears, without attention itself, in a captured graph as decodes
+run; of several layers, so that weights come from memory. Usage: python -m benchmarks.adapter_kernels [--rows 16,256]
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.kernels.lora import SlotRows
+from headrace.kernels.few_decodes import Rotation
+from headrace.kernels.lora import SlotRows, precedes_attention
+from headrace.kernels.rowwise import HeadShape
+from headrace.layers.attention.contract import KvPages
 from headrace.layers.build import Build
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.rows import RowsLayout
@@ -26,7 +29,7 @@ from headrace.layers.residual import Residual
 from headrace.models.llama.family import FAMILY
 
 CONFIG = Path(__file__).parent / "models" / "llama-3.1-8b" / "config.json"
-RANK, SLOTS, REPEATS = 16, 64, 20
+RANK, SLOTS, REPEATS, PAGE = 16, 64, 20, 64
 CUDA = torch.device("cuda")
 MEMORY_RATE = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes a second."""
@@ -93,13 +96,24 @@ class Rig:
         attended = torch.randn(count, 4096, device=CUDA, dtype=torch.bfloat16)
         stream = torch.randn(count, 4096, device=CUDA, dtype=torch.bfloat16)
         self.model.step.batch = SimpleNamespace(adapters=rows, queries=None)
+        attention = self.model.layers[0].attention
+        numbers, cos_sin = torch.arange(count, device=CUDA), attention.rotary.cos_sin
+        heads = HeadShape(
+            num_heads=attention.spec.num_heads, num_kv_heads=attention.spec.num_kv_heads,
+            head_dim=attention.spec.head_dim, rotary_dim=attention.spec.head_dim, interleaved=False, norm_eps=1e-5,
+            norm_offset=0.0,
+        )
+        rotation = Rotation(numbers % len(cos_sin), cos_sin, numbers, None, heads)
+        page = -(-count // PAGE), PAGE, heads["num_kv_heads"], heads["head_dim"]
+        pages = KvPages(*(torch.zeros(page, device=CUDA, dtype=torch.bfloat16) for _ in range(2)))
 
         def run() -> None:
             residual = Residual(stream)
             for block in self.model.layers:
-                norm, qkv = block.attention_norm, block.attention.qkv
-                if qkv.read(norm, residual) is None:
-                    qkv(norm.add(residual))
+                qkv, addition = block.attention.qkv.read_all(
+                    block.attention_norm, residual, adds_later=precedes_attention(count)
+                )
+                block.attention.rotate(qkv, rotation, pages, addition)
                 block.attention.output.add_to(residual, attended)
                 block.mlp.add(block.mlp_norm, residual)
             residual.add_pending()

@@ -196,7 +196,7 @@ class Attention(AttentionLayer):
                 return out.flatten(1)
         # Writes K and V of all T tokens, which later steps need, also if only some queries are kept below. May
         # overwrite qkv.
-        q = batch.select_queries(self._rotate(qkv, rotation, pages, addition))
+        q = batch.select_queries(self.rotate(qkv, rotation, pages, addition))
         if self._unit_weight is not None:
             q = q * self._rotated_weight()
         if self.rotary is not None and self.rotary.query_scale is not None:
@@ -208,10 +208,10 @@ class Attention(AttentionLayer):
                 attend_block(out, q, block, pages, step.inputs.page_table, self.params)
         return out.flatten(1)
 
-    def _rotate(
+    def rotate(
         self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, addition: Addition | None
     ) -> torch.Tensor:
-        """As `ROPE_WRITE`."""
+        """As `ROPE_WRITE`, of ``qkv`` and what adapters still add to it."""
         if addition is not None and self._expand_rope_write is not None:
             bank, begun = addition.bank, addition.begun
             q: torch.Tensor | None = self._expand_rope_write(

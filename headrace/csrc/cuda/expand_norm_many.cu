@@ -1,11 +1,11 @@
 // As expand_norm.cu, for hundreds and thousands of rows: out [T, D] = norm(residual + x + additions), and residual
-// becomes that sum. Without HAS_X the product is in the residual already. See additions.cuh and kernels/lora. bfloat16.
+// becomes that sum. See additions.cuh and kernels/lora. bfloat16.
 //
 // A cluster has a block of up to 32 rows of one adapter, or of none, eight at a time, and its warps together all
 // columns. It keeps the adapter's b, and asks for the next eight rows (cp.async) before it has those at hand: else a
 // cluster's rows would wait for memory, and then for each other, in turns.
 //
-// Compiled by NVRTC. Macros: MANY, see additions.cuh; GROUPS, of 64 columns that a warp has at most; HAS_X (0, 1).
+// Compiled by NVRTC. Macros: MANY, see additions.cuh; GROUPS, of 64 columns that a warp has at most.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
@@ -13,7 +13,6 @@
 #include "additions.cuh"
 
 constexpr int WARPS = 16, CLUSTER = 4, THREADS = 32 * WARPS, STAGES = 2;
-constexpr int KINDS = HAS_X ? 2 : 1;  // rows to add up: of residual, and of x
 constexpr uint32 SUMS_BYTES = CLUSTER * ROWS * 4;
 static_assert(CLUSTER * ROWS == 32, "a warp sends all sums");
 
@@ -29,7 +28,7 @@ struct Call {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, GROUPS > 1 ? 1 : 2)
     expand_norm_many(const __grid_constant__ Call call) {
-  extern __shared__ Eight staged[];  // [STAGES, GROUPS, KINDS, 2 rows, THREADS]
+  extern __shared__ Eight staged[];  // [STAGES, GROUPS, residual and x, 2 rows, THREADS]
   __shared__ float squares[WARPS][ROWS], all_squares[STAGES][CLUSTER][ROWS];  // of warps, and of blocks
   __shared__ uint64 barriers[STAGES];
   const Additions &in = call.added;
@@ -64,8 +63,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   if (count <= 0) return;
 
-  const auto place = [&](int step, int group, int kind, int half) {
-    return staged + (((step % STAGES * GROUPS + group) * KINDS + kind) * 2 + half) * THREADS + threadIdx.x;
+  const auto place = [&](int step, int group, int is_x, int half) {
+    return staged + (((step % STAGES * GROUPS + group) * 2 + is_x) * 2 + half) * THREADS + threadIdx.x;
   };
   const auto ask = [&](int step) {
     const Rows rows(slot, first, count, mine, step * ROWS);
@@ -77,7 +76,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (rows.has[half] && column < in.width) {
           const int64 row = rows.pair[half];
           copy_eight(place(step, group, 0, half), call.residual + row * call.residual_stride + column);
-          if (HAS_X) copy_eight(place(step, group, KINDS - 1, half), call.x + row * call.x_stride + column);
+          copy_eight(place(step, group, 1, half), call.x + row * call.x_stride + column);
         }
     }
   };
@@ -106,7 +105,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         if (is_there && rows.has[half]) {
-          const Eight x = *place(step, group, KINDS - 1, half);
+          const Eight x = *place(step, group, 1, half);
 #pragma unroll
           for (int j = 0; j < 4; ++j) d[j][half] = widen(x.v[j]), d[j][2 + half] = widen_high(x.v[j]);
         }
@@ -114,11 +113,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         if (is_there && rows.has[half]) {
-          const Eight before = HAS_X ? *place(step, group, 0, half) : Eight{};
+          const Eight before = *place(step, group, 0, half);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            uint32 sum = narrow(d[j][half], d[j][2 + half]);  // as if the product had stored it
-            if (HAS_X) sum = narrow(widen(sum) + widen(before.v[j]), widen_high(sum) + widen_high(before.v[j]));
+            const uint32 rounded = narrow(d[j][half], d[j][2 + half]);  // as if the product had stored it
+            const uint32 sum = narrow(widen(rounded) + widen(before.v[j]),
+                                      widen_high(rounded) + widen_high(before.v[j]));
             total[group][half].v[j] = sum;
             square[half] += widen(sum) * widen(sum) + widen_high(sum) * widen_high(sum);
           }

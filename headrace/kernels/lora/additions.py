@@ -93,12 +93,10 @@ def _find_norm(groups: int, ranks: int, device: torch.device) -> CudaKernel | No
 
 
 @cache_compiled
-def _find_norm_many(groups: int, ranks: int, has_x: bool, device: torch.device) -> CudaKernel | None:
-    staged = NORM_STAGES * groups * (2 if has_x else 1) * ROWS * NORM_WARPS * COLUMNS * 2
+def _find_norm_many(groups: int, ranks: int, device: torch.device) -> CudaKernel | None:
+    staged = NORM_STAGES * groups * 2 * ROWS * NORM_WARPS * COLUMNS * 2  # of x and the residual
     with fallback("what adapters add to many rows before a norm is added by Triton's kernels"):
-        return load_kernel(
-            "expand_norm_many", device, staged, GROUPS=groups, MANY=int(ranks > RANKS), HAS_X=int(has_x)
-        )
+        return load_kernel("expand_norm_many", device, staged, GROUPS=groups, MANY=int(ranks > RANKS))
     return None
 
 
@@ -173,11 +171,8 @@ def expand_add_norm(
         and x.dtype == (torch.bfloat16 if x.dim() == 2 else torch.float32)
         and begin_at(8, residual, norm.weight) and begin_at(8 if x.dim() == 2 else 2, x)
     )
-    kernel = None
-    if takes and is_few:
-        kernel = _find_norm(groups, bank.most_ranks, x.device)
-    elif takes:
-        kernel = _find_norm_many(groups, bank.most_ranks, True, x.device)
+    find = _find_norm if is_few else _find_norm_many
+    kernel = find(groups, bank.most_ranks, x.device) if takes else None
     if added is None or kernel is None:
         return triton.expand_add_norm(reduced, x, residual, norm, bank, rows, pdl=True)
     out = torch.empty((count, width), dtype=residual.dtype, device=x.device)
