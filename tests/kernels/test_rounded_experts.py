@@ -170,9 +170,9 @@ def test_tiles_have_rows_for_nearly_every_expert():
     chosen = [rounded.choose_tile(tokens, top_k, x).rows for tokens, top_k, x in (
         (576, 4, 32), (800, 4, 32), (1024, 4, 32), (8192, 6, 256), (8192, 4, 32)
     )]
-    assert chosen == [96, 128, 224, 224, 224]
+    assert chosen == [96, 128, 224, 224, 256]
     for tile in (*TILES, *(many._tile_of(rows) for rows in many.MXFP4_ROWS)):
-        assert tile.rows % tile.box == 0 and tile.stages >= (6 if tile.is_fp8 else 3)
+        assert tile.rows % tile.box == 0 and tile.stages >= (5 if tile.is_fp8 else 3)
         row = 128 if tile.is_fp8 else 256
         assert tile.stages * (tile.rows * row + tile.groups * 4096 + 48) + 1024 <= MOST_BYTES
 

@@ -258,9 +258,9 @@ template <int N>
 __device__ __forceinline__ void multiply_tile(
     const Call &call, Tile &tile, Window &window, const Place &place, Scales &scales, int rows, int steps
 ) {
-  // from 192 rows on in steps of 16: an expert of many rows has tiles of about so many
+  // steps of 16 where tiles often are: of an expert with some more rows than one tile holds, and of one with many
   if constexpr (N < ROWS)
-    if (rows > N) return multiply_tile<N + (N >= 192 ? 16 : GRAIN)>(call, tile, window, place, scales, rows, steps);
+    if (rows > N) return multiply_tile<N + (N >= 192 || (N >= 128 && N < 160) ? 16 : GRAIN)>(call, tile, window, place, scales, rows, steps);
   float sums[N / 2];
   add_up<N>(sums, window, place, scales, steps);
   const Tile done = tile;

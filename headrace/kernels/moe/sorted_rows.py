@@ -74,7 +74,7 @@ class _RoundedCall(_Call):
 
 @cache_compiled
 def find_kernel(tile: Tile, gate: str, device: torch.device) -> CudaKernel:
-    """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    """The kernel, compiled (one to some seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
     source, macros = ("mxfp4_rounded", {"FP8": 1}) if tile.is_fp8 else ("mxfp4_product", {})
     return load_kernel(
         source, device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages, BOX=tile.box,
