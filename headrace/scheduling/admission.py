@@ -127,7 +127,7 @@ class Admission:
                 param="prompt"
             )
         self._running.encoders.check(request)
-        lack = self._ledger.find_lack(request.limit_len)
+        lack = self._ledger.find_lack(request.limit_len, self._running.encoders.count_undivided(request))
         if lack is not None:
             raise OutOfPages(
                 f"{request.prompt_len} prompt tokens and up to {request.max_output_len} output tokens need {lack[0]} "
@@ -172,7 +172,8 @@ class Admission:
         # But not while pages are still to be freed, which it might need.
         is_alone = self._running.num_running == 0 and not self._ledger.limbo
         expected_len = self.forecast.expect_len(request)
-        holding = self._ledger.open(match, expected_len, force=is_alone)
+        at_once = self._running.encoders.count_undivided(request)
+        holding = self._ledger.open(match, expected_len, at_once, force=is_alone)
         if holding is None:
             return Verdict.BLOCKED
         # Once: a retracted request has been charged. `Lifecycle.finish` settles what differs.

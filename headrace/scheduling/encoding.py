@@ -159,6 +159,12 @@ class EncoderAccount:
         whole = next((place.end for place in _places(request, begin, end)), end)
         return whole if whole <= hard_end else begin
 
+    def count_undivided(self, request: Request) -> int:
+        """The most tokens of a request that one step computes or none; 1 where every chunk may be divided."""
+        if self._facts is None or not self._facts.is_whole:
+            return 1
+        return max((item.place.end - item.place.offset for item in request.media), default=1)
+
     def align(self, request: Request, begin: int, end: int) -> int:
         """The largest end of a chunk up to ``end`` that divides no item which must be computed in one step."""
         if self._facts is not None and self._facts.is_whole:
@@ -272,20 +278,39 @@ class EncoderAccount:
             self._left = whole
 
     def _begin_batch(self, due: list[tuple[Request, int]], most: int) -> None:
-        """Begin to encode the first of ``due``, of at most ``most`` tokens together, or a larger one alone."""
+        """Begin to encode the first of ``due``, of at most ``most`` tokens together, or a larger one alone. An item is
+        pinned from then on, so those before it in its prompt are, too: else they might find no room beside it."""
         left, room, outputs = most, self._limits.cache_tokens - self._count_kept(), list[_Output]()
         for request, index in due:
-            count = request.media[index].place.num_tokens
-            if count > room or (outputs and count > left):
+            count, earlier = request.media[index].place.num_tokens, self._find_earlier(request, index)
+            if earlier is None:
+                continue
+            needed = count + sum(output.num_tokens for output in earlier.values() if not output.pins)
+            if needed > room or (outputs and count > left):
                 break
-            left, room = left - count, room - count
-            output = self._add_output(request, index)
+            left, room = left - count, room - needed
+            pinned = self._pinned.setdefault(request, {})
+            for number, known in earlier.items():
+                pinned[number] = known
+                known.pins += 1
+            output = pinned[index] = self._add_output(request, index)
             output.is_ready, output.pins = False, 1
-            self._pinned.setdefault(request, {})[index] = output
             self._begun.append(Encode(output.key, request.media[index]))
             outputs.append(output)
         if outputs:
             self._batch = _Batch(outputs, self._most_pieces)
+
+    def _find_earlier(self, request: Request, index: int) -> dict[int, _Output] | None:
+        """The outputs of items before this one that the request still needs and has not pinned, by their index; None if
+        one is not encoded yet, nor under way."""
+        pinned, found = self._pinned.get(request, {}), dict[int, _Output]()
+        for number, item in enumerate(request.media[:index]):
+            if item.place.end > request.planned_len and number not in pinned:
+                known = self._outputs.get(_key(request, item.place))
+                if known is None:
+                    return None
+                found[number] = known
+        return found
 
     def _advance(self, batch: _Batch, num_pieces: int) -> None:
         """Plan pieces of the batch under way."""

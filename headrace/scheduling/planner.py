@@ -259,8 +259,7 @@ class Planner:
         """As much of the request's prefill as tokens and pages allow; returns the number of tokens, 0 for no pages."""
         ledger, holding, begin = self._ledger, request.holding, request.planned_len
         ledger.trim(holding, begin)
-        end = min(request.goal_len, begin + min(budget, self._most_of(request)))
-        end = self._encoders.align(request, begin, end)
+        end = self._encoders.align(request, begin, min(request.goal_len, begin + budget))
         if end > holding.capacity:
             # A prefill takes only unpromised pages, and gets shorter for it; it retracts nobody.
             if end - holding.capacity > ledger.count_room(holding) * ledger.page_size:
@@ -290,10 +289,11 @@ class Planner:
         """How many of ``share`` tokens a request's next chunk may have, as encoders allow; 0 to wait for them."""
         if request.media and budget.media_tokens is not None:
             share = min(share, budget.media_tokens)
+        share = min(share, self._most_of(request))
         if share <= 0 or not request.media:
             return max(0, share)
         begin = request.planned_len
-        end = min(request.goal_len, begin + min(share, self._most_of(request)))
+        end = min(request.goal_len, begin + share)
         # What must be computed in one step is not held up by a smaller budget: it might never be planned.
         hard_end = begin + budget.tokens + self._limit.num_withheld
         return self._encoders.limit(request, begin, end, hard_end=hard_end) - begin

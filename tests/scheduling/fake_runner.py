@@ -170,6 +170,10 @@ class FakeRunner:
         self.rate = 0.8  # of drafts that are right
         self.tiers = FakeTiers(self.kv, self.random)
 
+    def idles(self, plan: StepPlan) -> bool:
+        """Whether the plan does nothing."""
+        return not plan.rows and not self.tiers.moving
+
     def execute(self, plan: StepPlan, failed: set[str] = frozenset()) -> StepResult:
         """Apply the plan in the documented order, check every read, and draw tokens."""
         assert plan.step_id == self.last_step + 1
@@ -177,7 +181,7 @@ class FakeRunner:
         self.tiers.start(plan.moves)
         self._apply_changes(plan)
         assert len(set(plan.rows)) == len(plan.rows) == len(plan.begins) == len(plan.lengths) == len(plan.samples)
-        assert plan.rows or self.tiers.moving, "a plan that does nothing"
+        assert not self.idles(plan), "a plan that does nothing"
         written: set[tuple[int, int, int]] = set()
         drafts = {draft.row: draft for draft in plan.drafts}
         assert drafts.keys() <= set(plan.rows[: plan.num_decodes]), "drafts of a row that does not decode"

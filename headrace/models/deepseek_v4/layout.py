@@ -124,5 +124,5 @@ class CompressorStatePolicy:
     def first_needed(self, length: int) -> int:
         return max(0, length - length % self._ratio - self._back) // self._page_size
 
-    def peak_pages(self, length: int) -> int:
+    def peak_pages(self, length: int, at_once: int = 1) -> int:
         return min(-(-length // self._page_size), 2 if self._back else 1)

@@ -29,8 +29,9 @@ class GroupPolicy(Protocol):
         once ``length`` positions are computed; a prefix hit of ``length`` tokens needs the entries from it on intact.
         Never falls as ``length`` grows."""
 
-    def peak_pages(self, length: int) -> int:
-        """The most pages a request holds at once while it grows to ``length`` tokens, one page at a time."""
+    def peak_pages(self, length: int, at_once: int = 1) -> int:
+        """The most pages a request holds at once while it grows to ``length`` tokens, one page at a time, or by up to
+        ``at_once`` tokens where these cannot be divided among steps."""
 
 
 GROUP_POLICIES: Registry[type[GroupPolicy]] = CACHE_POLICIES
@@ -55,7 +56,7 @@ class FullPolicy:
     def first_needed(self, length: int) -> int:
         return 0
 
-    def peak_pages(self, length: int) -> int:
+    def peak_pages(self, length: int, at_once: int = 1) -> int:
         return -(-length // self._page_size)
 
 
@@ -75,6 +76,8 @@ class SlidingWindowPolicy:
     def first_needed(self, length: int) -> int:
         return max(0, length - self._reach) // self._page_size
 
-    def peak_pages(self, length: int) -> int:
-        # The page being filled, and those that its first position reaches back to: ceil(reach / page_size).
-        return min(-(-length // self._page_size), 1 + -(-self._reach // self._page_size))
+    def peak_pages(self, length: int, at_once: int = 1) -> int:
+        # The page being filled, those that its first position reaches back to, ceil(reach / page_size), and those that
+        # a span from its last position on goes on to.
+        size = self._page_size
+        return min(-(-length // size), 1 + -(-self._reach // size) + (size + at_once - 2) // size)

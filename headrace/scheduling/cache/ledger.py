@@ -76,10 +76,11 @@ class CacheLedger:
 
     # -- asking -------------------------------------------------------------------------------------------------
 
-    def find_lack(self, length: int) -> tuple[int, int] | None:
-        """``(needed, capacity)`` of a group that cannot hold a request of ``length`` tokens even alone, or None."""
+    def find_lack(self, length: int, at_once: int = 1) -> tuple[int, int] | None:
+        """``(needed, capacity)`` of a group that cannot hold a request of ``length`` tokens even alone, or None;
+        ``at_once``: see `GroupPolicy.peak_pages`."""
         for policy, account in zip(self.policies, self.accounts, strict=True):
-            needed = policy.peak_pages(length)
+            needed = policy.peak_pages(length, at_once)
             if needed > account.capacity:
                 return needed, account.capacity
         return None
@@ -116,13 +117,13 @@ class CacheLedger:
 
     # -- a holding's life ---------------------------------------------------------------------------------------
 
-    def open(self, match: PrefixMatch, expected_len: int, *, force: bool) -> Holding | None:
+    def open(self, match: PrefixMatch, expected_len: int, at_once: int = 1, *, force: bool) -> Holding | None:
         """Pin a hit for a request that is expected to grow to ``expected_len`` tokens, and promise it the rest of its
-        peak. None when some group has not that many unpromised pages, free or evictable, unless ``force``. The match
+        peak (see `GroupPolicy.peak_pages`). None when some group has not that many unpromised pages, free or evictable, unless ``force``. The match
         must be fresh: the tree has not changed since."""
         tree, hit = self.tree, match.num_pages
         firsts = [policy.first_needed(hit * self.page_size) for policy in self.policies]
-        peaks = [policy.peak_pages(expected_len) for policy in self.policies]
+        peaks = [policy.peak_pages(expected_len, at_once) for policy in self.policies]
         found = [
             tree.collect(match.node, g, first, hit) if match.node and hit else [] for g, first in enumerate(firsts)
         ]
