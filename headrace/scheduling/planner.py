@@ -289,7 +289,7 @@ class Planner:
         """How many of ``share`` tokens a request's next chunk may have, as encoders allow; 0 to wait for them."""
         if request.media and budget.media_tokens is not None:
             share = min(share, budget.media_tokens)
-        share = min(share, self._most_of(request))
+        share = min(share, _most_of(request, 1 if self._ledger.keeps_nothing else self._num_stages))
         if share <= 0 or not request.media:
             return max(0, share)
         begin = request.planned_len
@@ -297,14 +297,6 @@ class Planner:
         # What must be computed in one step is not held up by a smaller budget: it might never be planned.
         hard_end = begin + budget.tokens + self._limit.num_withheld
         return self._encoders.limit(request, begin, end, hard_end=hard_end) - begin
-
-    def _most_of(self, request: Request) -> int:
-        """The most tokens of a request's prefill in one step: with several stages, as many chunks as those, which then
-        follow each other through them."""
-        length = request.goal_len - request.cached_len
-        if self._num_stages == 1 or self._ledger.keeps_nothing:
-            return length
-        return max(LEAST_CHUNK, -(-length // self._num_stages))
 
     def _admit(self, spans: PlanSpans, budget: StepBudget) -> None:
         """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those
@@ -375,6 +367,13 @@ class Planner:
             request.is_warm = request.is_warm and count > 0
             request.num_proposed = count if request.is_warm and samples else 0
         return count
+
+
+def _most_of(request: Request, num_stages: int) -> int:
+    """The most tokens of a request's prefill in one step: with several stages, as many chunks as those, which then
+    follow each other through them."""
+    length = request.goal_len - request.cached_len
+    return length if num_stages == 1 else max(LEAST_CHUNK, -(-length // num_stages))
 
 
 def _begin_media(budget: StepBudget, spans: PlanSpans, running: RunningSet, num_queued: int) -> None:

@@ -119,8 +119,8 @@ class CacheLedger:
 
     def open(self, match: PrefixMatch, expected_len: int, at_once: int = 1, *, force: bool) -> Holding | None:
         """Pin a hit for a request that is expected to grow to ``expected_len`` tokens, and promise it the rest of its
-        peak (see `GroupPolicy.peak_pages`). None when some group has not that many unpromised pages, free or evictable, unless ``force``. The match
-        must be fresh: the tree has not changed since."""
+        peak (see `GroupPolicy.peak_pages`). None when some group has not that many unpromised pages, free or evictable,
+        unless ``force``. The match must be fresh: the tree has not changed since."""
         tree, hit = self.tree, match.num_pages
         firsts = [policy.first_needed(hit * self.page_size) for policy in self.policies]
         peaks = [policy.peak_pages(expected_len, at_once) for policy in self.policies]
