@@ -22,12 +22,11 @@ from headrace.kernels import cuda_source
 
 gc.disable()  # until all is collected: a quarter of that time went into looking for garbage among what stays
 
-# The same examples every time, so that a change is not refused for what it did not do; --hypothesis-profile=explore
-# draws others.
+# The same examples every time, so that a change is not refused for what it did not do; --examples 10 draws others, ten
+# times as many.
 # No deadlines: the first example compiles, imports and maps files, and other work takes its share of the machine.
 UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("settled", derandomize=True, database=None, **UNTIMED)
-hypothesis.settings.register_profile("explore", **UNTIMED)
 hypothesis.settings.load_profile("settled")
 
 TESTS = Path(__file__).parent
@@ -66,6 +65,10 @@ def breaks_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption(
+        "--examples", type=int, default=0, metavar="TIMES",
+        help="run so many times the examples of each property test, and others in each run: to look for faults"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -120,8 +123,23 @@ def _order(items: list[pytest.Item]) -> None:
     items[:] = [item for path in sorted(files, key=lambda path: place[path]) for item in files[path]]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _explore(items: list[pytest.Item], times: int) -> None:
+    """Let property tests draw so many times their examples, at random. Hypothesis has no public way to change the
+    settings that a test was decorated with."""
+    for item in items:
+        owner = getattr(item, "cls", None)
+        places = [(getattr(item.obj, "__func__", item.obj), "_hypothesis_internal_use_settings"), (owner, "settings")]
+        for place, name in places:  # of a function, and of a state machine
+            known = getattr(place, name, None)
+            if isinstance(known, hypothesis.settings) and known.derandomize:
+                examples = known.max_examples * times
+                setattr(place, name, hypothesis.settings(known, max_examples=examples, derandomize=False))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _order(items)
+    if config.getoption("examples"):
+        _explore(items, config.getoption("examples"))
     _settle_interpreted(items)
     for item in items:
         if item.get_closest_marker("slow") and not item.config.getoption("slow"):
