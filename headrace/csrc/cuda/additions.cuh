@@ -27,6 +27,16 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
+// Eight numbers times their weights, raised by `offset`, and `scale`.
+__device__ __forceinline__ Eight apply_norm(const Eight &x, const Eight &weight, float scale, float offset) {
+  Eight normed;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    normed.v[j] = narrow(widen(x.v[j]) * scale * (widen(weight.v[j]) + offset),
+                         widen_high(x.v[j]) * scale * (widen_high(weight.v[j]) + offset));
+  return normed;
+}
+
 // What `SHRINK` left, the additions, and which rows are whose: see kernels/lora.
 struct Additions {
   const void *sums;          // of each row, or of each place of `order`: of `splits` partial sums
@@ -122,3 +132,34 @@ __device__ __forceinline__ void add_part(
   }
 #endif
 }
+
+// Rows of a block on their way to shared memory, STAGES times the eight of a warp: each thread's words of PARTS parts.
+// `own`: where a row's words of a part are, by (rows, part, half).
+template <int STAGES, int PARTS, int THREADS, class Own>
+struct RowsAhead {
+  Eight *staged;  // [STAGES, PARTS, 2 rows, THREADS]
+  Own own;
+  int64 slot;
+  int first, count, mine;
+  bool is_there;
+
+  __device__ __forceinline__ Eight *place(int at, int i, int half) const {
+    return staged + ((at / ROWS % STAGES * PARTS + i) * 2 + half) * THREADS + threadIdx.x;
+  }
+  // Of the rows from `at` on, if there are any.
+  __device__ __forceinline__ void ask(int at) const {
+    if (at < count) {
+      const Rows rows(slot, first, count, mine, at);
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (is_there && rows.has[half]) copy_eight(place(at, i, half), own(rows, i, half));
+    }
+    commit_copies();
+  }
+  __device__ __forceinline__ void begin() const {
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage * ROWS);
+  }
+};

@@ -55,23 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, GATE ? 5 : 6) expand(const
   const auto own = [&](const Rows &rows, int i, int half) {
     return call.x + int64(rows.pair[half]) * call.x_stride + column + i * call.outputs;
   };
-  extern __shared__ Eight staged[];  // [STAGES, PARTS, 2 rows, THREADS]
-  const auto place = [&](int at, int i, int half) {
-    return staged + ((at / ROWS % STAGES * PARTS + i) * 2 + half) * THREADS + threadIdx.x;
-  };
-  const auto ask = [&](int at) {
-    if (at < count) {
-      const Rows rows(slot, first, count, mine, at);
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (is_there && rows.has[half]) copy_eight(place(at, i, half), own(rows, i, half));
-    }
-    commit_copies();
-  };
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage * ROWS);
+  extern __shared__ Eight staged[];
+  const RowsAhead<STAGES, PARTS, THREADS, decltype(own)> ahead{staged, own, slot, first, count, mine, is_there};
+  ahead.begin();
   uint32 next_sums[PARTS][2];
 #pragma unroll
   for (int i = 0; i < PARTS; ++i)
@@ -80,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, GATE ? 5 : 6) expand(const
   for (int at = 0; at < count; at += ROWS) {
     const Rows rows(slot, first, count, mine, at);
     Eight x[PARTS][2];
-    ask(at + (STAGES - 1) * ROWS);
+    ahead.ask(at + (STAGES - 1) * ROWS);
     wait_for_copies<STAGES - 1>();
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        if (is_there && rows.has[half]) x[i][half] = *place(at, i, half);
+        if (is_there && rows.has[half]) x[i][half] = *ahead.place(at, i, half);
     uint32 sums[PARTS][2];
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {

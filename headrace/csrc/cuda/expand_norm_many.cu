@@ -152,13 +152,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
       for (int group = 0; group < GROUPS; ++group) {
         const int column = own + group * CLUSTER * WARPS * COLUMNS;
-        Eight normed;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32 sum = total[group][half].v[j], factor = weight[group].v[j];
-          normed.v[j] = narrow(widen(sum) * scale * (widen(factor) + call.offset),
-                               widen_high(sum) * scale * (widen_high(factor) + call.offset));
-        }
+        const Eight normed = apply_norm(total[group][half], weight[group], scale, call.offset);
         if (column < in.width && rows.has[half])
           *(Eight *)(call.out + int64(rows.pair[half]) * in.width + column) = normed;
       }

@@ -68,23 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) expand_rope(const __gri
   const auto own = [&](const Rows &rows, int i, int half) {
     return call.x + int64(rows.pair[half]) * call.x_stride + column + i * HALF;
   };
-  extern __shared__ Eight staged[];  // [STAGES, PARTS, 2 rows, THREADS]
-  const auto place = [&](int at, int i, int half) {
-    return staged + ((at / ROWS % STAGES * PARTS + i) * 2 + half) * THREADS + threadIdx.x;
-  };
-  const auto ask = [&](int at) {
-    if (at < count) {
-      const Rows rows(slot, first, count, mine, at);
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (is_there && rows.has[half]) copy_eight(place(at, i, half), own(rows, i, half));
-    }
-    commit_copies();
-  };
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) ask(stage * ROWS);
+  extern __shared__ Eight staged[];
+  const RowsAhead<STAGES, PARTS, THREADS, decltype(own)> ahead{staged, own, slot, first, count, mine, is_there};
+  ahead.begin();
   uint32 next_sums[2];
   load_sums(next_sums, in, Rows(slot, first, count, mine, 0), part, 0, rank > 0);
 #pragma unroll 1
@@ -92,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) expand_rope(const __gri
     const Rows rows(slot, first, count, mine, at);
     Eight x[PARTS][2];
     uint32 sums[2];
-    ask(at + (STAGES - 1) * ROWS);
+    ahead.ask(at + (STAGES - 1) * ROWS);
     sums[0] = next_sums[0], sums[1] = next_sums[1];
     if (at + ROWS < count) load_sums(next_sums, in, Rows(slot, first, count, mine, at + ROWS), part, 0, rank > 0);
     wait_for_copies<STAGES - 1>();
@@ -100,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) expand_rope(const __gri
     for (int i = 0; i < PARTS; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        x[i][half] = is_there && rows.has[half] ? *place(at, i, half) : Eight{};
+        x[i][half] = is_there && rows.has[half] ? *ahead.place(at, i, half) : Eight{};
     float d[PARTS][4][4] = {};
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) add_part(d[i], b[i], sums, in, rows, part, rank, column + i * HALF, is_there);
