@@ -403,6 +403,15 @@ class FakeEngine:
             pass
         return self.land() if self.flights else []
 
+    def step_among_faults(self, rng: random.Random) -> None:
+        """A step, behind an abort or a step that raises now and then; pages and rows are accounted for after it."""
+        if self.asks and rng.random() < 0.05:
+            self.abort(rng.choice(list(self.asks)))
+        if self.flights and rng.random() < 0.01:
+            self.crash(RuntimeError("boom"))
+        self.step()
+        self.scheduler.check()
+
     def drain(self, most: int = 20_000) -> None:
         """Run until nothing is left to do."""
         while self.scheduler.has_work:

@@ -122,12 +122,7 @@ def test_every_request_with_images_ends_as_if_it_had_run_alone(seed: int) -> Non
                     engine.add(arrivals.pop())
                 except (RequestError, OutOfPages):
                     continue
-            if engine.asks and rng.random() < 0.05:
-                engine.abort(rng.choice(list(engine.asks)))
-            if engine.flights and rng.random() < 0.01:
-                engine.crash(RuntimeError("boom"))
-            engine.step()
-            engine.scheduler.check()
+            engine.step_among_faults(rng)
         assert not engine.scheduler.has_work, "no end in sight"
     finally:
         encoding.BESIDE_TOKENS, budget.MEDIA_CHUNK = before

@@ -61,12 +61,7 @@ def test_every_request_ends_as_if_it_had_run_alone(seed: int) -> None:
     while arrivals or engine.scheduler.has_work:
         while arrivals and rng.random() < 0.6:
             engine.add(arrivals.pop())
-        if engine.asks and rng.random() < 0.05:
-            engine.abort(rng.choice(list(engine.asks)))
-        if engine.flights and rng.random() < 0.01:
-            engine.crash(RuntimeError("boom"))
-        engine.step()
-        engine.scheduler.check()
+        engine.step_among_faults(rng)
     engine.check_outputs()
     stats = engine.scheduler.stats()
     assert stats.num_used_pages == stats.num_queued == stats.num_running == 0
