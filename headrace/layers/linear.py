@@ -21,6 +21,7 @@ from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.residual import Addition, Norm, Residual, join_rows
 from headrace.parallel.cut import Cut, cut_of
+from headrace.parallel.group import Group
 from headrace.parallel.share import Share, as_share
 
 
@@ -28,6 +29,11 @@ def stack_rows(parts: dict[str, int]) -> dict[str, slice]:
     """The rows of each part of a stacked weight, by name; ``parts`` are names and sizes in order."""
     ends = accumulate(parts.values())
     return {name: slice(end - size, end) for (name, size), end in zip(parts.items(), ends, strict=True)}
+
+
+def sum_shares(share: torch.Tensor, group: Group | None) -> torch.Tensor:
+    """The sum over ranks of what each has of a product; ``group``: None where a rank has all of it."""
+    return share if group is None else group.all_reduce(share)
 
 
 class Linear(StorableLayer):
@@ -96,8 +102,7 @@ class Linear(StorableLayer):
         return cut_of(parameter).with_rows(self.shares[name])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.compute_share(x)
-        return out if self.group is None else self.group.all_reduce(out)
+        return sum_shares(self.compute_share(x), self.group)
 
     def compute_share(self, x: torch.Tensor) -> torch.Tensor:
         """The product of what this rank has of inputs and weight: with shared inputs a partial sum."""
@@ -114,8 +119,10 @@ class Linear(StorableLayer):
         coded = self._coded
         return None if coded is None or self._has_adapters else coded.find_row_group(num_rows)
 
-    def multiply_rows(self, rows: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
-        """As `compute_share`, of rows as `find_row_group` says."""
+    def multiply_rows(self, rows: torch.Tensor | Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
+        """As `compute_share`, of rows that may be in FP8 as `find_row_group` says."""
+        if not isinstance(rows, Fp8Rows):
+            return self.compute_share(rows)
         assert isinstance(self.stored, CodedWeight)
         return self.stored.multiply_rows(rows, self._own_bias, dtype)
 

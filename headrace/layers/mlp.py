@@ -13,7 +13,7 @@ from headrace.kernels.coded_linear import GATE_ROWS
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.rowwise import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL, Gate
 from headrace.layers.build import Build
-from headrace.layers.linear import Linear
+from headrace.layers.linear import Linear, sum_shares
 from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.spec import MlpSpec
 
@@ -65,15 +65,14 @@ class GatedMlp(Branch):
         self._fused = describe_gate(spec) if self.activation or spec.clamp is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.compute_share(x)
-        return out if self.down.group is None else self.down.group.all_reduce(out)
+        return sum_shares(self.compute_share(x), self.down.group)
 
     def compute_share(self, x: torch.Tensor, rows: Fp8Rows | None = None) -> torch.Tensor:
         """``forward`` without the sum over ranks; ``rows`` may be x in FP8, as ``gate_up`` takes it."""
         gated = self._fuse_gate(x)
         if gated is not None:
             return self.down.compute_share(gated)
-        product = self.gate_up(x) if rows is None else self.gate_up.multiply_rows(rows, x.dtype)
+        product = self.gate_up.multiply_rows(x if rows is None else rows, x.dtype)
         rows = self._gate_rows(product)
         if rows is not None:
             return self.down.multiply_rows(rows, product.dtype)

@@ -93,7 +93,7 @@ class V4Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch, rows: Fp8Rows | None = None) -> torch.Tensor:
         heads, cos_sin, is_packed = self.spec, self.rotary.cos_sin, self.window.is_packed
-        down = self.down(x) if rows is None else self.down.multiply_rows(rows, x.dtype)
+        down = self.down.multiply_rows(x if rows is None else rows, x.dtype)
         latent, kv = down.split((heads.q_lora_rank, heads.head_dim), dim=-1)
         # Everything is written before any read: tokens of one step attend to each other through the pages, and to the
         # window that ends in this step.
@@ -121,7 +121,7 @@ class V4Attention(nn.Module):
         parts: Iterable[tuple[slice, SeenSlots | None]] = [(slice(0, len(x)), None)]
         if self.compressor is not None:
             parts = self._read_entries(self.compressor.entries, latent, projected[:, ends[-1] :], batch)
-        q = self.q_up.multiply_rows(latent, x.dtype) if isinstance(latent, Fp8Rows) else self.q_up(latent)
+        q = self.q_up.multiply_rows(latent, x.dtype)
         q = q.unflatten(-1, (self.num_heads, heads.head_dim))  # [T, H, E]
         mixed = [
             self._attend[is_packed](

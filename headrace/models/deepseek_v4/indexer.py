@@ -45,7 +45,7 @@ class Indexer(nn.Module):
         longest, top_k = own.view.longest, self.spec.top_k
         if longest <= top_k:
             return None
-        q = self.q.multiply_rows(latent, self._dtype) if isinstance(latent, Fp8Rows) else self.q(latent)
+        q = self.q.multiply_rows(latent, self._dtype)
         q = q.unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         queries = Queries(q, batch.positions, self.rotary.cos_sin, 0.0)
         scale = (self.spec.head_dim * self.spec.num_heads) ** -0.5
