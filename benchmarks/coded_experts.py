@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -203,6 +205,10 @@ def run_activations(name: str) -> None:
     gate_up, down = draw_mxfp4(num_experts, 2 * inner, width), draw_mxfp4(num_experts, width, inner)
     biases = [torch.randn(num_experts, n, device="cuda").bfloat16() if is_oss else None for n in (2 * inner, width)]
     stacks: list[CodedStack] = [(gate_up, biases[0]), (down, biases[1])]
+    device = torch.empty(0, device="cuda").device
+    every = {own.choose_tile(count, top_k, num_experts) for own in (many, rounded) for count in MANY_TOKENS}
+    with ThreadPoolExecutor(initializer=torch.cuda.synchronize) as pool:  # which gives a thread the device's context
+        list(pool.map(lambda kind: sorted_rows.find_kernel(*kind, device), product(every, (gate.kind, ""))))
     for num_tokens in MANY_TOKENS:
         x = torch.randn(num_tokens, width, device="cuda").bfloat16()
         weights = torch.rand(num_tokens, top_k, device="cuda")

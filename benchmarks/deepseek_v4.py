@@ -28,13 +28,12 @@ CELLS = {
     "decode64": (64, 2048), "prefill128k": (1, 131072),
 }
 """Requests and prompt length; ``decode`` is timed behind the prompts, ``prefill`` is the prompt."""
-NUM_NEW = 96
-"""Output tokens of a decode cell; half of them are more than its prompts take steps."""
+FEW, NUM_NEW = 48, 240
+"""Output tokens of the two runs of a decode cell: the few are more than its prompts take steps. 64 prompts take 6 s,
+give or take a thousandth: of so many steps between them a fifth of a millisecond."""
 
-TRACED = 8
+TRACED = 24
 """Decode steps of a trace."""
-CACHED_END = 512
-"""Tokens at the end of a cached prompt that are computed again, at most: two pages."""
 
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 128, "q_lora_rank": 32,
@@ -83,7 +82,7 @@ def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         return LLM(
             folder, load_format="dummy", dtype=args.dtype, kv_dtype=args.kv_dtype, device=args.device,
-            skip_tokenizer=True, max_model_len=max(length for _, length in cells) + NUM_NEW + 1,
+            skip_tokenizer=True, prefix_cache=False, max_model_len=max(length for _, length in cells) + NUM_NEW + 1,
             max_step_tokens=args.step, max_running_requests=max(count for count, _ in cells),
             memory_fraction=args.memory_fraction, graphs=args.graphs, moe_experts=args.moe_experts,
             hot_slots=args.hot_slots, page_size=128 if args.hot_slots else None, **args.options,
@@ -117,20 +116,18 @@ def measure(llm: Any, prompts: list[list[int]], num_new: int) -> float:
 
 
 def run_cell(llm: Any, name: str, vocab_size: int, copies: int) -> dict[str, float]:
-    """Milliseconds of a prefill, or of a decode step behind one, of ``copies`` times the cell's requests. Decodes go on
-    from cached prompts: of prompts that are computed again a hundredth of the time would be that of several steps."""
+    """Milliseconds of a prefill, or of a decode step behind one, of ``copies`` times the cell's requests."""
     count, length = CELLS[name]
     draw = random.Random(0)
     prompts = [[draw.randrange(2, vocab_size) for _ in range(length)] for _ in range(count * copies)]
     if count * length <= 8192:
         measure(llm, prompts, 2)  # touches memory for the first time
-    llm.reset_prefix_cache()
     prefill = measure(llm, prompts, 1)
     row = {"prefill_ms": round(1000 * prefill, 1), "tokens_per_s": round(copies * count * length / prefill)}
     if name.startswith("decode"):
         # of steps in which all decode: those beside prompts, and those of the last few, take the same in both runs
-        few, whole = measure(llm, prompts, NUM_NEW // 2), measure(llm, prompts, NUM_NEW)
-        row["decode_ms"] = round(1000 * (whole - few) / (NUM_NEW - NUM_NEW // 2), 3)
+        few, whole = measure(llm, prompts, FEW), measure(llm, prompts, NUM_NEW)
+        row["decode_ms"] = round(1000 * (whole - few) / (NUM_NEW - FEW), 3)
     return row
 
 
@@ -146,9 +143,7 @@ def trace_cell(llm: Any, name: str, vocab_size: int, step: int, most: int = 24) 
     count, length = CELLS[name]
     prompts = [[random.Random(i).randrange(2, vocab_size) for _ in range(length)] for i in range(count)]
 
-    def trace(num_new: int, *, is_cached: bool = True) -> tuple[float, float, Traced]:
-        if not is_cached:
-            llm.reset_prefix_cache()
+    def trace(num_new: int) -> tuple[float, float, Traced]:
         events = record(llm, lambda: measure(llm, prompts, num_new))
         kernels = {kernel: (launches, us, own) for kernel, launches, us, own in count_kernels(events)}
         return *find_idle([(e["ts"], e["dur"]) for e in events]), kernels
@@ -160,11 +155,11 @@ def trace_cell(llm: Any, name: str, vocab_size: int, step: int, most: int = 24) 
             each = f"{launches / steps:7.1f} x {own / launches:7.1f} us, {us / launches:.1f} in all"
             print(f"{own / 1e3 / steps:9.3f} ms {each}  {kernel}")
 
-    tell("prefill", *trace(1, is_cached=False), 1)
+    tell("prefill", *trace(1), 1)
     if not name.startswith("decode"):
         return
     # as in `run_cell`: what a longer run has more of are steps in which all decode
-    few = -(-count * min(length, CACHED_END) // step) + 2
+    few = -(-count * length // step) + 2
     (total, idle, kernels), (longer, longer_idle, more) = trace(few), trace(few + TRACED)
     rest = {}
     for kernel, (launches, us, own) in more.items():
