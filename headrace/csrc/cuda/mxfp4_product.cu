@@ -13,10 +13,10 @@
 // are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or some steps more;
 // boxes of BOX rows that it does not have are not copied. With two groups, two blocks of a cluster share rows of x.
 //
-// Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, BOX (a divisor of
-// ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then has half as many outputs, its
-// rows alternate 8 of gate, 8 of up). Compiled by NVRTC. How many experts there are is not a macro: ptxas compiles
-// products differently for code that is far from them.
+// Macros: ROWS (a multiple of 16 up to 64, of 32 up to 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, BOX (a
+// divisor of ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then has half as many
+// outputs, its rows alternate 8 of gate, 8 of up). Compiled by NVRTC. How many experts there are is not a macro: ptxas
+// compiles products differently for code that is far from them.
 
 #include "numbers.cuh"
 #include "hopper.cuh"

@@ -12,9 +12,9 @@
 // are divided evenly among as few tiles as hold them, and a tile is multiplied with LEAST rows or some steps more;
 // boxes of BOX rows that it does not have are not copied. With two groups, two blocks of a cluster share rows of x.
 //
-// Macros: FP8 (1, for weight_operand.cuh), ROWS (16, 32, 48, 64, 96, 128, 224, 256), GROUPS (2 or 4; ROWS * GROUPS at most
-// 512), STAGES, BOX (a divisor of ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of activation: a tile then
-// has half as many outputs, its rows alternate 8 of gate, 8 of up). Compiled by NVRTC.
+// Macros: FP8 (1, for weight_operand.cuh), ROWS (a multiple of 16 up to 64, of 32 up to 256), GROUPS (2 or 4; ROWS *
+// GROUPS at most 512), STAGES, BOX (a divisor of ROWS and a multiple of GRAIN, or ROWS), GATE (0, or a kind of
+// activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up). Compiled by NVRTC.
 
 #include "numbers.cuh"
 #include "hopper.cuh"

@@ -32,8 +32,8 @@ MOST_STAGES = 12
 
 @dataclass(frozen=True)
 class Tile:
-    """A block multiplies ``rows`` rows by 64 * ``groups`` rows of the weight, with as many warpgroups: 2, or 4 for at
-    most 128 rows. ``rows`` is 16, 32, 48, 64, 96, 128, 224 or 256. ``is_fp8``: they are in FP8."""
+    """A block multiplies ``rows`` rows, a multiple of 16 up to 64 and of 32 up to 256, by 64 * ``groups`` rows of the
+    weight, with as many warpgroups: 2, or 4 for at most 128 rows. ``is_fp8``: rows are in FP8."""
 
     rows: int
     groups: int
