@@ -15,35 +15,31 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cuda_kernels import randn, time_calls
-from headrace.kernels.linear.reference import linear_into_float
 from headrace.kernels.moe import RouteShape
-from headrace.kernels.moe.linear_route import find_form, linear_route
+from headrace.kernels.moe.linear_route import linear_route
 from headrace.kernels.moe.triton import group_pairs, route_pdl
 from headrace.kernels.precompile import precompile
 from headrace.kernels.rowwise.triton import rms_norm_pdl
 
 LAYERS = 48
-FLOAT = "DeepSeek-V4"
-"""Of these routers the one with logits in float32, for 64 tokens at most."""
 ROUTERS = {
     "Qwen3-30B-A3B": (128, 2048, 8), "Qwen3-235B-A22B": (128, 4096, 8), "gpt-oss-20b": (32, 2880, 4),
-    "OLMoE": (64, 2048, 8), FLOAT: (256, 4096, 6),
+    "OLMoE": (64, 2048, 8),
 }
 """Experts, hidden size, choices."""
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
 
 
 def route_apart(
-    x: torch.Tensor, weight: torch.Tensor, bias: None, choice_bias: None, *, in_float: bool, **shape: Unpack[RouteShape]
+    x: torch.Tensor, weight: torch.Tensor, bias: None, choice_bias: None, **shape: Unpack[RouteShape]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return route_pdl(linear_into_float(x, weight) if in_float else F.linear(x, weight), None, **shape)
+    return route_pdl(F.linear(x, weight), None, **shape)
 
 
 def make_chain(name: str, num_tokens: int, route: Route | None, *, groups: bool) -> Callable[[], None]:
     num_experts, width, top_k = ROUTERS[name]
     shape = RouteShape(
-        top_k=top_k, score="sqrt_softplus" if name == FLOAT else "softmax", renormalise=True, scale=1.0, num_groups=1,
-        top_groups=1, group_best=1,
+        top_k=top_k, score="softmax", renormalise=True, scale=1.0, num_groups=1, top_groups=1, group_best=1
     )
     norm, routers = randn(width), [randn(num_experts, width) for _ in range(LAYERS)]
     xs = [randn(num_tokens, width) for _ in range(LAYERS)]
@@ -52,7 +48,7 @@ def make_chain(name: str, num_tokens: int, route: Route | None, *, groups: bool)
         for x, weight in zip(xs, routers, strict=True):
             x = rms_norm_pdl(x, norm, 1e-6, 0.0)
             if route is not None:
-                found = route(x, weight, None, None, in_float=name == FLOAT, **shape)
+                found = route(x, weight, None, None, **shape)
                 assert found is not None, "the kernel does not take it"
                 if groups:
                     group_pairs(found[0], num_experts, pdl=True)
@@ -65,27 +61,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 128, 250])
     parser.add_argument("--models", nargs="+", default=list(ROUTERS))
     args = parser.parse_args()
-    cases = [
-        (name, num_tokens) for name in args.models for num_tokens in args.tokens
-        if find_form(*ROUTERS[name][:2], num_tokens) is not None
-    ]
     ways: list[tuple[Route, bool]] = [
         (route, groups) for groups in (False, True) for route in (route_apart, linear_route)
     ]
 
     def run_all() -> None:
-        for name, num_tokens in cases:
-            for route, groups in ways:
-                make_chain(name, num_tokens, route, groups=groups)()
+        for name in args.models:
+            for num_tokens in args.tokens:
+                for route, groups in ways:
+                    make_chain(name, num_tokens, route, groups=groups)()
 
     precompile(run_all, f"{args}", torch.device("cuda", 0))
     print(f"{'':16s} tokens  two launches  one   with the sort: two  one")
-    for name, num_tokens in cases:
-        chains = [make_chain(name, num_tokens, None, groups=False)]
-        chains += [make_chain(name, num_tokens, route, groups=groups) for route, groups in ways]
-        alone, *times = (time_calls([chain]) / LAYERS * 1e6 for chain in chains)
-        added = [f"{each - alone:5.1f}" for each in times]
-        print(f"{name:16s} {num_tokens:6d}  {added[0]:>12s} {added[1]}  {added[2]:>18s} {added[3]}", flush=True)
+    for name in args.models:
+        for num_tokens in args.tokens:
+            chains = [make_chain(name, num_tokens, None, groups=False)]
+            chains += [make_chain(name, num_tokens, route, groups=groups) for route, groups in ways]
+            alone, *times = (time_calls([chain]) / LAYERS * 1e6 for chain in chains)
+            added = [f"{each - alone:5.1f}" for each in times]
+            print(f"{name:16s} {num_tokens:6d}  {added[0]:>12s} {added[1]}  {added[2]:>18s} {added[3]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -80,14 +80,10 @@ def norm_route_of(num_experts: int, width: int, score: str, renormalise: bool) -
     return partial(norm_route._find_kernel, *sizes, norm_route.count_shared_bytes(num_experts, width), DEVICE)
 
 
-def linear_route_of(
-    num_experts: int, width: int, num_tokens: int, score: str, renormalise: bool, in_float: bool = False
-) -> Find:
+def linear_route_of(num_experts: int, width: int, num_tokens: int, score: str, renormalise: bool) -> Find:
     form = linear_route.find_form(num_experts, width, num_tokens)
     assert form is not None
-    return partial(
-        linear_route._find_kernel, num_experts, form, linear_route.SCORES[score], renormalise, in_float, DEVICE
-    )
+    return partial(linear_route._find_kernel, num_experts, form, linear_route.SCORES[score], renormalise, DEVICE)
 
 
 INT4, INT4_PAIRS, INT8 = tiles.Form(0, 0, 128), tiles.Form(0, 1, 32), tiles.Form(3, 0, 0)
@@ -145,7 +141,6 @@ CASES: dict[str, list[Find]] = {
     "linear_route": [
         linear_route_of(128, 2048, 4, "softmax", True), linear_route_of(32, 2880, 200, "sigmoid", False),
         linear_route_of(256, 2048, 64, "sqrt_softplus", True),
-        linear_route_of(256, 4096, 64, "sqrt_softplus", True, True),
     ],
     "mxfp4_parts": each(
         parts.find_kernel, *((tile, gate, 32) for tile, gate in zip(parts.TILES, ("clamped", "", "silu"), strict=True)),

@@ -57,30 +57,6 @@ def test_product_and_choice_in_one_kernel(num_tokens: int, name: str):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_tokens", [1, 8, 33, 64])
-@pytest.mark.parametrize("num_experts,width", [(256, 4096), (128, 2048)])
-@pytest.mark.parametrize("score", ["sqrt_softplus", "sigmoid"])
-def test_logits_in_float(num_tokens: int, num_experts: int, width: int, score: str):
-    """As one behind the other, up to the order of sums; the same again gives the same."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs Hopper")
-    generator = torch.Generator("cuda").manual_seed(num_tokens)
-    x = draw(generator, num_tokens, width).to(BF16)
-    router = (draw(generator, num_experts, width) * 4 * width**-0.5).to(BF16)
-    choice_bias = draw(generator, num_experts)
-    shape = RouteShape(**{**SHAPE, "top_k": 6, "score": score})  # type: ignore[typeddict-item]
-    found = linear_route.linear_route(x, router, None, choice_bias, in_float=True, **shape)
-    again = linear_route.linear_route(x, router, None, choice_bias, in_float=True, **shape)
-    assert found is not None and again is not None and all(map(torch.equal, found, again))
-    ids, weights = found
-    scores = make_scores((x.double() @ router.double().T).float(), score).double()
-    choice = scores + choice_bias
-    assert (choice.gather(1, ids) >= choice.topk(6).values[:, -1:] - 1e-4).all()
-    chosen = scores.gather(1, ids)
-    torch.testing.assert_close(weights.double(), chosen / chosen.sum(1, keepdim=True), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.cuda
 @pytest.mark.parametrize("num_tokens", [1, 40, 250])
 def test_choices_are_those_of_rounded_logits(num_tokens: int):
     """Of integers, whose products are exact whatever the order: each id and weight."""
@@ -142,8 +118,8 @@ def test_captured_chains_of_norms_routers_and_experts(num_tokens: int):
 @pytest.mark.parametrize(("num_experts", "width", "num_tokens", "form"), [
     (128, 2048, 1, (1, 8, 8, 8)), (128, 2048, 128, (1, 8, 8, 8)), (128, 2048, 129, (1, 8, 8, 16)),
     (128, 4096, 1, (1, 16, 8, 8)), (32, 2880, 1, (1, 16, 6, 8)), (256, 2048, 1, (2, 16, 4, 8)),
-    (256, 4096, 1, (1, 16, 8, 8)), (256, 4096, 33, (1, 16, 8, 16)), (256, 4096, 65, None), (384, 7168, 1, None),
-    (512, 2048, 1, (2, 16, 4, 8)), (384, 1024, 128, (4, 16, 2, 8)), (384, 1024, 129, None),
+    (256, 4096, 1, None), (384, 7168, 1, None), (512, 2048, 1, None), (384, 1024, 128, (4, 16, 2, 8)),
+    (384, 1024, 129, None),
 ])
 def test_rows_of_a_router_fit_in_registers_and_sums_in_shared_memory(
     num_experts: int, width: int, num_tokens: int, form: tuple[int, ...] | None
@@ -152,8 +128,7 @@ def test_rows_of_a_router_fit_in_registers_and_sums_in_shared_memory(
     assert found == (None if form is None else linear_route.Form(*form))
     if found is not None:
         blocks = found.count_blocks(num_experts)
-        most = linear_route.LARGE_CLUSTER if num_tokens <= linear_route.MOST_LARGE else linear_route.MOST_CLUSTER
-        assert blocks <= most and 16 * found.tiles * blocks >= num_experts
+        assert blocks <= linear_route.MOST_CLUSTER and 16 * found.tiles * blocks >= num_experts
         assert 32 * found.warps * found.steps >= width
         # two blocks on a multiprocessor, so that clusters of eight find room for all of 256 tokens
         assert found.warps > 8 or 2 * (found.shared_bytes + (16 << 10)) <= MOST_BYTES

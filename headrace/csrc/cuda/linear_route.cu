@@ -8,7 +8,7 @@
 // counts the bytes that have come, and a warp chooses.
 //
 // Compiled by NVRTC. Macros: EXPERTS; TILES of 16 experts of a block; WARPS; STEPS of 32 inputs of a warp; TOKENS, 8 or 16;
-// IN_FLOAT, 1: logits are not rounded; SCORE and RENORMALISE of route_choice.cuh.
+// SCORE and RENORMALISE of route_choice.cuh.
 
 #include "numbers.cuh"
 #include "cluster_sums.cuh"
@@ -135,6 +135,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) logits[j] = j * 32 + lane < EXPERTS ? room.logits[slot][j * 32 + lane] : 0.f;
     const int64 to = int64(first + rank + slot * CLUSTER) * call.top_k;
-    choose<!IN_FLOAT>(logits, biases, call.ids + to, call.weights + to, call.top_k, call.scale, call.least_sum);
+    choose(logits, biases, call.ids + to, call.weights + to, call.top_k, call.scale, call.least_sum);
   }
 }

@@ -24,7 +24,8 @@ __device__ __forceinline__ float score_of(float logit, float most, float sum) {
   if (SCORE == 0) return __expf(logit - most) / sum;
   if (SCORE == 1) return 1.f / (1.f + __expf(-logit));
   if (logit > 20.f) return sqrtf(logit);
-  return sqrtf(log1pf(__expf(logit)));
+  const float power = __expf(logit);
+  return sqrtf(logit < -8.f ? power - 0.5f * power * power : logf(1.f + power));
 }
 
 // What is added to logits, and to scores for the choice alone.
@@ -50,8 +51,7 @@ __device__ __forceinline__ Biases load_biases(const uint16 *logits, const float 
 }
 
 // `logits` without their bias, of lanes that have no expert 0; `ids`, `weights` [k] are the token's. Of equal scores the
-// first expert wins. With ROUNDS logits are bfloat16, as if stored.
-template <bool ROUNDS = true>
+// first expert wins.
 __device__ __forceinline__ void choose(
     float (&logits)[PER_LANE], const Biases &biases, int64 *ids, float *weights, int top_k, float scale,
     float least_sum) {
@@ -59,8 +59,7 @@ __device__ __forceinline__ void choose(
   float choice[PER_LANE], most = -3.4e38f, sum = 0.f;
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++) {
-    logits[j] += biases.logit[j];
-    if (ROUNDS) logits[j] = widen(narrow(logits[j], 0.f) & 0xFFFF);
+    logits[j] = widen(narrow(logits[j] + biases.logit[j], 0.f) & 0xFFFF);  // as if stored
     if (j * 32 + lane < EXPERTS) most = fmaxf(most, logits[j]);
   }
   if (SCORE == 0) {

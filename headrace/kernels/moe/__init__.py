@@ -67,11 +67,10 @@ separate kernels are as fast.
 """
 
 LINEAR_ROUTE = Operation("router product and route kernel")
-"""``linear_route(x [T, D], router [X, D], bias [X] | None, choice_bias, *, in_float=False, **RouteShape) -> (ids,
-weights) | None``.
+"""``linear_route(x [T, D], router [X, D], bias [X] | None, choice_bias, **RouteShape) -> (ids, weights) | None``.
 
-The product of x with the router, plus its bias and rounded to x's dtype unless ``in_float``, and `ROUTE`; None where
-separate kernels are as fast.
+The product of x with the router, plus its bias and rounded to x's dtype, and `ROUTE`; None where separate kernels are
+as fast.
 """
 
 GROUPED_LINEAR = Operation("grouped linear kernel")
@@ -232,7 +231,7 @@ NORM_ROUTE.add(
 )
 LINEAR_ROUTE.add(
     "cuda", "headrace.kernels.moe.linear_route:linear_route", supports=_reason_against_hopper, priority=10,
-    doc="own CUDA C++ for up to 256 tokens, or 64 of wide routers: a cluster has 8 or 16, a block some experts",
+    doc="own CUDA C++ for up to 256 tokens: a cluster has 8 or 16, a block some experts",
 )
 HASH_ROUTE.add_triton("headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, doc="one kernel")
 OWN_EXPERTS.add_triton("headrace.kernels.moe.triton:own_experts", doc="one kernel")

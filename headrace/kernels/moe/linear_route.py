@@ -21,11 +21,8 @@ from headrace.kernels.moe.triton import SCORES
 
 EIGHT, TILE, STEP = 8, 16, 32
 """As in the source: numbers of 16 bytes, experts of a product, inputs of a step."""
-MOST_CLUSTER, LARGE_CLUSTER, MOST_HELD = 8, 16, 8
-"""Blocks of a cluster; of one of a router whose rows do not fit in registers else; tiles times steps that a warp holds
-in registers, eight of them each."""
-MOST_LARGE, MOST_LARGE_SMALL = 64, 32
-"""Tokens of large clusters at most, few of which run at once, and those up to which these have 8."""
+MOST_CLUSTER, MOST_HELD = 8, 8
+"""Blocks of a cluster; tiles times steps that a warp holds in registers, eight of them each."""
 MOST_STATIC_BYTES = 48 << 10
 """Shared memory that the source may declare: what ptxas of every version takes."""
 MOST_TOKENS, MOST_SMALL, MOST_CHOICES = 256, 128, 32
@@ -59,17 +56,14 @@ class Form:
 def find_form(num_experts: int, width: int, num_tokens: int) -> Form | None:
     """The form for a router [X, D]; None where its rows do not fit in the registers of a cluster, or sums of warps not
     in its shared memory."""
-    for most_blocks, most_small in ((MOST_CLUSTER, MOST_SMALL), (LARGE_CLUSTER, MOST_LARGE_SMALL)):
-        tiles = 1
-        while ceil_div(num_experts, TILE * tiles) > most_blocks:
-            tiles *= 2
-        for warps in (8, 16):
-            steps = ceil_div(width, STEP * warps)
-            form = Form(tiles, warps, steps, 8 if num_tokens <= most_small else 16)
-            if tiles * steps <= MOST_HELD and form.count_static_bytes(num_experts) <= MOST_STATIC_BYTES:
-                return form
-        if num_tokens > MOST_LARGE:
-            break
+    tiles = 1
+    while ceil_div(num_experts, TILE * tiles) > MOST_CLUSTER:
+        tiles *= 2
+    for warps in (8, 16):
+        steps = ceil_div(width, STEP * warps)
+        form = Form(tiles, warps, steps, 8 if num_tokens <= MOST_SMALL else 16)
+        if tiles * steps <= MOST_HELD and form.count_static_bytes(num_experts) <= MOST_STATIC_BYTES:
+            return form
     return None
 
 
@@ -86,17 +80,16 @@ class _Call(ctypes.Structure):
 
 @cache_compiled
 def _find_kernel(
-    num_experts: int, form: Form, score: int, renormalise: bool, in_float: bool, device: torch.device
+    num_experts: int, form: Form, score: int, renormalise: bool, device: torch.device
 ) -> CudaKernel | None:
-    """The kernel, compiled unless cached; None, with a warning, where that fails, and where no such cluster runs."""
+    """The kernel, compiled unless cached; None, with a warning, where that fails."""
     with fallback("routers and choices of experts take a kernel each"):
         kernel = load_kernel(
             "linear_route", device, form.shared_bytes, EXPERTS=num_experts, TILES=form.tiles, WARPS=form.warps,
-            STEPS=form.steps, TOKENS=form.tokens, SCORE=score, RENORMALISE=int(renormalise), IN_FLOAT=int(in_float),
+            STEPS=form.steps, TOKENS=form.tokens, SCORE=score, RENORMALISE=int(renormalise),
         )
         kernel.share_multiprocessors()  # with the kernels before and behind it
-        blocks = form.count_blocks(num_experts)
-        return kernel if blocks <= MOST_CLUSTER or kernel.count_clusters(blocks, 32 * form.warps) else None
+        return kernel
     return None
 
 
@@ -115,8 +108,8 @@ def _takes(
 
 
 def linear_route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice_bias: torch.Tensor | None, *,
-    in_float: bool = False, **shape: Unpack[RouteShape]
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice_bias: torch.Tensor | None,
+    **shape: Unpack[RouteShape]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """See `LINEAR_ROUTE`; of equal scores the first expert wins. By programmatic dependent launch: ``weight`` and the
     biases are read before the previous kernel has ended."""
@@ -124,7 +117,7 @@ def linear_route(
     form = find_form(num_experts, width, num_tokens) if _takes(x, weight, bias, choice_bias, shape) else None
     if form is None:
         return None
-    kernel = _find_kernel(num_experts, form, SCORES[shape["score"]], shape["renormalise"], in_float, x.device)
+    kernel = _find_kernel(num_experts, form, SCORES[shape["score"]], shape["renormalise"], x.device)
     if kernel is None:
         return None
     ids = torch.empty((num_tokens, shape["top_k"]), dtype=torch.int64, device=x.device)

@@ -45,12 +45,10 @@ def norm_route(
 
 
 def linear_route(
-    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, choice_bias: torch.Tensor | None, *,
-    in_float: bool = False, **shape: Unpack[RouteShape]
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, choice_bias: torch.Tensor | None,
+    **shape: Unpack[RouteShape]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `LINEAR_ROUTE`."""
-    if in_float:
-        x, router, bias = x.float(), router.float(), None if bias is None else bias.float()
     return route(F.linear(x, router, bias), choice_bias, **shape)
 
 

@@ -34,7 +34,6 @@ class Router(nn.Module):
             FloatLinear(build, hidden_size, spec.num_experts, bias=spec.bias) if spec.in_float32  # as the reference
             else Linear(build, hidden_size, spec.num_experts, bias=spec.bias, is_storable=False)
         )
-        fused = build.query(num_experts=spec.num_experts, top_k=spec.top_k, num_groups=spec.num_groups)
         build = build.in_float32() if spec.in_float32 else build
         self.choice_bias = build.in_float32().parameter(spec.num_experts) if spec.choice_bias else None
         self.shape: RouteShape = {
@@ -43,16 +42,14 @@ class Router(nn.Module):
         }
         query = build.query(num_experts=spec.num_experts, top_k=spec.top_k, num_groups=spec.num_groups)
         self._route = partial(ROUTE.choose(query), **self.shape)
-        self._norm_route = None if spec.in_float32 else choose_fused(NORM_ROUTE, query)
-        self._linear_route = choose_fused(LINEAR_ROUTE, fused)
-        self._in_float = spec.in_float32
+        self._norm_route, self._linear_route = (
+            None if spec.in_float32 else choose_fused(operation, query) for operation in (NORM_ROUTE, LINEAR_ROUTE)
+        )
 
     def forward(self, x: torch.Tensor) -> Choices:
         weight = plain_weight(self.logits)
         if self._linear_route is not None and weight is not None and self.logits.lora is None:
-            fused: Choices | None = self._linear_route(
-                x, weight, self.logits.bias, self.choice_bias, in_float=self._in_float, **self.shape
-            )
+            fused: Choices | None = self._linear_route(x, weight, self.logits.bias, self.choice_bias, **self.shape)
             if fused is not None:
                 return fused
         return self._route(self.logits(x), self.choice_bias)
