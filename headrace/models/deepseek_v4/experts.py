@@ -28,7 +28,7 @@ from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 from headrace.parallel.share import Share
 
 LEAST_BESIDE = 64
-"""Tokens from which the shared MLP is computed beside the router: 64 streams take 31.0 ms a step in place of 31.3, where
+"""Tokens from which the shared MLP is computed beside the router: 64 streams take 31.0 ms a step in place of 31.3, but
 one takes 5.01 in place of 4.80, as launches in a row begin before those in front have ended (H200, 35 layers)."""
 
 
