@@ -57,7 +57,8 @@ class Forwarder:
         begin, view, scope = time.perf_counter(), view_prompt(body), client.scope
         hint = pack_hint(view.hint)
         request = WorkerRequest(
-            scope["method"], _target_of(scope), self._headers_for_worker(client), body, len(hint) + OUTPUT_TOKENS
+            scope["method"], _target_of(scope), self._headers_for_worker(client), body, len(hint) + OUTPUT_TOKENS,
+            view.has_deadline
         )
         if self._pairing is not None:
             request = self._pairing.strip(client.path, request)

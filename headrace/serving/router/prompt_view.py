@@ -28,6 +28,12 @@ class PromptView(msgspec.Struct):
     cache_salt: msgspec.Raw = msgspec.Raw()
     prompt_cache_key: msgspec.Raw = msgspec.Raw()
     previous_response_id: msgspec.Raw = msgspec.Raw()
+    deadline_s: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether the request may take only so long."""
+        return bytes(self.deadline_s) not in (b"", b"null")
 
     @property
     def hint(self) -> bytes:

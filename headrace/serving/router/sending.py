@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Protocol
 
 from headrace.serving.http_client import Exchange, RawHeaders, ResponseSink
@@ -14,13 +15,23 @@ from headrace.serving.router.workers import FAILURE_STATUSES, Worker
 
 @dataclass(slots=True)
 class WorkerRequest:
-    """A request as it is sent to a worker. ``tokens``: the load that it adds there."""
+    """A request as it is sent to a worker. ``tokens``: the load that it adds there. ``has_deadline``: the client gives
+    it so many seconds."""
 
     method: str
     target: bytes
     headers: RawHeaders
     body: bytes
     tokens: int
+    has_deadline: bool = False
+
+    def blames_worker(self, status: int) -> bool | None:
+        """Whether a response with this status is a failure of the worker, for its breaker; None if it says nothing of
+        it: a client that chooses how long its requests may take must not keep a worker from others. Reading what a
+        worker knows is no inference, whether it succeeds or not."""
+        if self.method != "POST" or (self.has_deadline and status == HTTPStatus.GATEWAY_TIMEOUT):
+            return None
+        return status in FAILURE_STATUSES
 
 
 class WorkerSink(ResponseSink, Protocol):
@@ -48,7 +59,9 @@ class Sender:
             worker.release(sink, request.tokens)
             if error is None:
                 self._metrics.count(worker.url, str(sink.status))
-                worker.note_outcome(failed=sink.status in FAILURE_STATUSES)
+                is_failure = request.blames_worker(sink.status)
+                if is_failure is not None:
+                    worker.note_outcome(failed=is_failure)
             elif sink.is_wanted:
                 worker.note_lost(str(error) or type(error).__name__)
                 self._metrics.count(worker.url, "lost")

@@ -202,6 +202,27 @@ async def test_the_breaker_keeps_requests_away_for_a_while():
     assert found.count("bad") == 2, "one request finds out, and then it is used again"
 
 
+async def test_clients_cannot_keep_a_worker_from_others():
+    """A request that may take a millisecond fails by its own wish, and who reads what a worker knows may give it as
+    little time."""
+    slow = Worker(answer=lambda asked: reply(504 if b"deadline_s" in asked.body else 503, {}))
+    async with routing(slow, breaker_failures=2) as running:
+        for _ in range(4):
+            assert (await running.post(deadline_s=0.001))[0] == 504
+            assert (await running.client.send("GET", "/health_generate?timeout=0.05")).status == 503
+        assert await worker_states(running) == ["ready"]
+        for _ in range(2):
+            assert (await running.post(deadline_s=None))[0] == 504
+        assert await worker_states(running) == ["resting"]
+        slow.answer = None
+        assert (await running.client.send("GET", "/v1/loads")).status == 503, "one passes only after the break"
+
+
+async def worker_states(running) -> list[str]:
+    listed = json.loads((await running.client.send("GET", "/workers")).body)
+    return [worker["state"] for worker in listed["workers"]]
+
+
 async def test_a_drained_worker_finishes_what_it_has():
     gate = asyncio.Event()
     busy = Worker("busy", answer=lambda asked: [EVENTS_HEAD, chunk(b"data: one\n\n"), gate, *events("two")[1:]])
