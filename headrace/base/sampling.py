@@ -63,9 +63,11 @@ class RepetitionParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 class EndParams(RepetitionParams, kw_only=True, omit_defaults=True):
     """When output ends, and how it becomes text. ``stop_regex``: patterns that end it like the strings in ``stop``
     (`headrace.service.tokenization.stop_patterns`). ``keep_special_tokens`` are texts: special tokens that occur in
-    them are not skipped."""
+    them are not skipped. With ``fits_context`` the output is as long as the context has room for where that is less
+    than ``max_tokens``; without it such a request is refused."""
 
     max_tokens: int | None = 16
+    fits_context: bool = False
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_regex: str | list[str] | None = None

@@ -49,6 +49,10 @@ def test_output_fills_the_context_by_default():
     assert build([1] * 63, max_tokens=None)[0].stop.max_tokens == 1
 
 
+def test_output_may_be_as_short_as_the_context():
+    assert [build([1] * n, max_tokens=16, fits_context=True)[0].stop.max_tokens for n in (4, 60, 63)] == [16, 4, 1]
+
+
 @pytest.mark.parametrize(
     ("prompt", "params"), [([1] * 64, {"max_tokens": None}), ([1] * 60, {"max_tokens": 5}), ([1] * 100, {})]
 )

@@ -156,6 +156,8 @@ def _check_strings(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
 def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, tokenizer: Tokenizer | None) -> StopSpec:
     room = facts.max_model_len - prompt_len
     max_tokens = room if params.max_tokens is None else params.max_tokens
+    if params.fits_context:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room:
         reason = f"the prompt has {prompt_len} and max_tokens is {max_tokens}"
         raise ContextLengthExceeded.of(facts.max_model_len, reason, param="max_tokens")

@@ -289,7 +289,7 @@ class FakeClient:
         limit = self.max_len - len(ids)
         if limit < 1:
             raise ContextLengthExceeded(f"at most {self.max_len} tokens fit", param="prompt")
-        if (params.max_tokens or 0) > limit:
+        if (params.max_tokens or 0) > limit and not params.fits_context:
             raise ContextLengthExceeded(
                 f"at most {self.max_len} tokens fit; the prompt has {len(ids)} and max_tokens is {params.max_tokens}",
                 param="max_tokens"
@@ -300,7 +300,8 @@ class FakeClient:
         self.deadlines.append(deadline_s)
         self.prompts.append(prompt)
         names = [request_id] if params.n == 1 else [f"{request_id}/{i}" for i in range(params.n)]
-        requests = [EngineRequest(name, ids, SamplingSpec(), StopSpec(params.max_tokens or limit)) for name in names]
+        num_out = min(params.max_tokens or limit, limit)
+        requests = [EngineRequest(name, ids, SamplingSpec(), StopSpec(num_out)) for name in names]
         stream = RequestStream(request_id, requests, FakeAssembler(requests, params), self._abort)
         for index, request in enumerate(requests):
             self.children[request.request_id] = asyncio.Event()

@@ -42,6 +42,11 @@ async def test_default_lengths(api, client):
     await api.completions.create(model="fake-model", prompt="once")
     await api.chat.completions.create(model="fake-model", messages=MESSAGES, stop="a")
     assert [p.max_tokens for _, p, _, _ in client.submitted] == [16, None]
+    limit = client.facts.max_model_len
+    near = await api.completions.create(model="fake-model", prompt=[7] * (limit - 3))
+    assert (near.choices[0].finish_reason, near.usage.completion_tokens) == ("length", 3), "nobody asked for 16"
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 16"):
+        await api.completions.create(model="fake-model", prompt=[7] * (limit - 3), max_tokens=16)
 
 
 @pytest.mark.parametrize(

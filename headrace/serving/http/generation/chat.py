@@ -14,7 +14,6 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.sampling import SamplingParams, ThinkingBudget
 from headrace.service.client.media import place_items
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
-from headrace.service.client.prompts import encode_prompt
 from headrace.service.media.wire import PreparedItem
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.events import (
@@ -52,8 +51,6 @@ from headrace.serving.http.protocol.media import RefusalPart, TextPart
 from headrace.serving.http.protocol.openai import ChatRequest
 from headrace.serving.http.protocol.tools import AllowedTools, NamedCustomTool, NamedTool
 
-MAX_SPECIAL_TOKENS = 8
-"""Tokens that a prompt may have beyond one per byte of its text."""
 UNKNOWN_REASONING = "the reasoning format of this model is unknown; name it with --reasoning-parser"
 
 
@@ -175,11 +172,10 @@ class OutputReader:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation ready for generation. ``is_capped``: ``max_tokens`` was lowered to the room in the context."""
+    """A conversation ready for generation."""
 
     request: GenerationRequest
     plan: OutputPlan
-    is_capped: bool = False
 
 
 def _refuse_budget(reason: str) -> NoReturn:
@@ -247,43 +243,24 @@ def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
     return openai_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=num_top)
 
 
-def _fit(
-    context: AppContext, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
-) -> tuple[Prompt, bool]:
-    """Lower ``params.max_tokens`` (in place) to what the context leaves after the prompt. Returns the prompt, as token
-    ids if it had to be encoded for this, and whether ``max_tokens`` was lowered. A prompt that leaves no room at all is
-    refused at submission."""
-    limit, max_tokens = context.facts().max_model_len, params.max_tokens
-    if max_tokens is None:
-        return prompt, False
-    if isinstance(prompt, str) and len(prompt.encode()) + MAX_SPECIAL_TOKENS + max_tokens <= limit:
-        return prompt, False  # fits even at one token per byte, so the prompt need not be encoded here
-    ids: Prompt = prompt
-    if isinstance(prompt, str):
-        ids = encode_prompt(prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
-    room = limit - len(ids)
-    if 0 < room < max_tokens:
-        params.max_tokens = room
-    return ids, params.max_tokens != max_tokens
-
-
 async def prepare_chat(
     request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False,
     field_names: Mapping[str, str] | None = None,
 ) -> Chat:
-    """Render the conversation of ``body``, check it, and plan its output. ``fits``: ``max_tokens`` beyond the room
-    in the context is lowered instead of refused. ``field_names`` are those of the API where they are not those of a
-    chat request (`GenerationRequest`). Submits nothing. Raises typed
-    errors for what cannot be served."""
+    """Render the conversation of ``body``, check it, and plan its output. ``fits``: the output may be shorter than
+    ``max_tokens`` where the context ends (``fits_context`` of `SamplingParams`). ``field_names`` are those of the API
+    where they are not those of a chat request (`GenerationRequest`). Submits nothing. Raises typed errors for what
+    cannot be served."""
     adapter = context.check_request(body.model)
     if lark_grammars(body.tools) and (own := context.formats().tools) and not enforces_lark(own.writing):
         request.scope.setdefault("state", {}).setdefault("ignored_fields", []).append("tools.format.definition")
     params = _params(body, context)  # cheap checks first: rendering may take long
+    params.fits_context = fits
     items = await prepare_media(request, context, media_of(body.messages), salt=body.cache_salt or "")
     chat = await compute(
         request,
         lambda: _prepare(
-            request, context, body, params, items, id_prefix=id_prefix, fits=fits, field_names=field_names or {}
+            request, context, body, params, items, id_prefix=id_prefix, field_names=field_names or {}
         ),
         size=render_size(body)
     )
@@ -292,7 +269,7 @@ async def prepare_chat(
 
 def _prepare(
     request: Request, context: AppContext, body: ChatRequest, params: SamplingParams, items: Sequence[PreparedItem], *,
-    id_prefix: str, fits: bool, field_names: Mapping[str, str],
+    id_prefix: str, field_names: Mapping[str, str],
 ) -> Chat:
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     named = {"prompt": "messages", "max_tokens": limit, **field_names}
@@ -305,14 +282,13 @@ def _prepare(
             prompt, items, context.client.tokenizer, context.facts(), add_special_tokens=has_special,
             param=named["prompt"]
         )
-    fitted, is_capped = _fit(context, given, params, add_special_tokens=has_special) if fits else (given, False)
     # Tool schemas compile to a grammar, too: errors name the field ``tools`` unless the request has a grammar of its
     # own.
     generation = GenerationRequest(
-        request_id=pick_request_id(body_request_id(body), request, id_prefix), prompts=[fitted],
+        request_id=pick_request_id(body_request_id(body), request, id_prefix), prompts=[given],
         params=with_transfers([plan.extend(params)], body, context.client.config), namespace=body.cache_salt or "",
         priority=body.priority or 0, deadline_s=body.deadline_s, add_special_tokens=has_special,
         truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
         grammar_field=lambda: grammar_field(body) or "tools", field_names=named,
     )
-    return Chat(generation, plan, is_capped)
+    return Chat(generation, plan)

@@ -48,6 +48,7 @@ def _params(body: CompletionRequest, context: AppContext) -> SamplingParams:
     # 0 means echo only; the engine must sample one token, which `discards_output` removes.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     params = openai_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=body.logprobs)
+    params.fits_context = body.max_tokens is None
     # logprobs of an echoed prompt are prompt logprobs to the engine
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs

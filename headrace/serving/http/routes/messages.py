@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.media import as_data_uri
+from headrace.base.sampling import SamplingParams
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
 from headrace.service.parsing.message import ToolCall
@@ -186,13 +187,18 @@ def convert_request(body: wire.MessagesRequest) -> ChatRequest:
     return chat
 
 
-def _stop_info(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> wire.StopInfo:
+def _stop_info(
+    choice: ChoiceDelta | CompletionOutput, chat: Chat, num_out: int, *, has_calls: bool
+) -> wire.StopInfo:
+    """Why the output of ``num_out`` tokens has ended."""
     # a stop string; a stop token id is an int and counts as the end of the turn
     if isinstance(choice.stop_reason, str):
         return wire.StopInfo("stop_sequence", choice.stop_reason)
     if choice.finish_reason == "stop":
         return wire.StopInfo("tool_use" if has_calls else "end_turn", None)
-    if chat.is_capped and choice.finish_reason == "length":
+    params = chat.request.params[0]
+    is_shorter = isinstance(params, SamplingParams) and num_out < (params.max_tokens or 0)
+    if is_shorter and choice.finish_reason == "length":
         return wire.StopInfo("model_context_window_exceeded", None)
     return wire.StopInfo("max_tokens", None)  # the API has no reason for aborted requests
 
@@ -220,7 +226,7 @@ def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage
                 content.append(wire.ThinkingOutput(text) if is_reasoning else wire.TextOutput(text))
             case ToolCall(call_id, name, arguments):
                 content.append(wire.ToolUseOutput(call_id, name, Raw(arguments.encode())))
-    stop = _stop_info(choice, chat, has_calls=reader.has_calls)
+    stop = _stop_info(choice, chat, usage.completion_tokens, has_calls=reader.has_calls)
     return wire.Message(
         chat.request.request_id, model, content, _usage(usage), stop_reason=stop.stop_reason,
         stop_sequence=stop.stop_sequence
@@ -291,7 +297,8 @@ class MessageEvents(Events):
         opening = b"" if self._has_begun else self._begin()
         frames = b"".join(map(self._writer.write, self._reader.read(delta)))
         if delta.finish_reason is not None:
-            self._stop = _stop_info(delta, self._chat, has_calls=self._reader.has_calls)
+            num_out = self._generation.usage().completion_tokens
+            self._stop = _stop_info(delta, self._chat, num_out, has_calls=self._reader.has_calls)
         return opening + frames
 
     def _begin(self) -> bytes:

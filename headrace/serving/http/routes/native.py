@@ -73,7 +73,8 @@ def _params(body: GenerateRequest, fields: NativeSampling, defaults: dict[str, f
         fields, defaults, within=WITHIN, logprobs=num_top, prompt_logprobs=num_top if has_input else None,
         logprob_token_ids=body.token_ids_logprob,
         max_tokens=DEFAULT_MAX_NEW_TOKENS if fields.max_new_tokens is None else max(fields.max_new_tokens, 1),
-        min_tokens=fields.min_new_tokens, seed=fields.sampling_seed if fields.seed is None else fields.seed,
+        fits_context=fields.max_new_tokens is None, min_tokens=fields.min_new_tokens,
+        seed=fields.sampling_seed if fields.seed is None else fields.seed,
         include_stop_str_in_output=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
     )
 
