@@ -136,7 +136,10 @@ CASES: dict[str, list[Find]] = {
         (8, fp8_rows.LOWER[0], 3, True, False), (16, fp8_rows.LOWER[1], 2, False, False),
     ),
     "fp8_split": each(fp8_split.find_kernel, (1, False), (2, False), (1, True), (2, True)),
-    "gated_product": each(gated_product.find_kernel, (BF16, "silu"), (F16, "gelu_tanh")),
+    "gated_product": [
+        *each(gated_product.find_kernel, (BF16, "silu"), (F16, "gelu_tanh")),
+        *each(gated_product.find_kernel, (BF16, "silu"), (BF16, "gelu_tanh"), is_adapted=True),
+    ],
     "index_scores": each(few_scores.find_kernel, (64, False), (32, True)),
     "linear_route": [
         linear_route_of(128, 2048, 4, "softmax", True), linear_route_of(32, 2880, 200, "sigmoid", False),

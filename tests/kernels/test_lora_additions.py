@@ -12,7 +12,7 @@ from devices import relative_error
 
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes import hopper as few_decodes
-from headrace.kernels.linear import Norm
+from headrace.kernels.linear import Norm, gated_product
 from headrace.kernels.lora import (
     EXPAND,
     EXPAND_ADD_NORM,
@@ -23,6 +23,7 @@ from headrace.kernels.lora import (
     Reduced,
     SlotRows,
     additions,
+    gated,
     make_tiles,
     rotated,
 )
@@ -137,6 +138,48 @@ def test_additions_before_an_activation(slots: list[int], room: int, most_ranks:
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     gated = additions.expand_gated(case.reduced, x, case.bank, case.rows, activation)
     assert relative_error(gated, act * up) < 5e-3
+
+
+MIXTURES = {
+    "one": [1] * 700, "none beside two": [3] * 130 + [-1] * 70 + [0] * 300 + [4] * 61, "in turns": [4, 3, -1, 1] * 80,
+    "a row of others": [2] * 63 + [1] + [2] * 64 + [-1, 3], "few": [3, 1], "captured": [1] * 200 + [-1] * 150 + [0] * 3,
+}
+"""Slots of rows: tiles of 64 rows with one of an adapter, of others alone, and of all."""
+
+
+@pytest.mark.cuda
+@on_hopper
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("inputs", "size", "most_ranks"), [(512, 328, 16), (136, 1024, 48), (64, 128, 32)], ids=str)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_additions_within_a_gated_product(
+    mixture: str, inputs: int, size: int, most_ranks: int, activation: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Rows without an adapter have the bits that they have in a batch without any; twice the same."""
+    slots, room = MIXTURES[mixture], 400 if mixture == "captured" else 0
+    case = Case(slots, room, (size, 2 * size), most_ranks, "dense")
+    case.bank.a = torch.full((SLOTS, 2, most_ranks, inputs), torch.nan, device="cuda").bfloat16()
+    x, weight = case.wide(inputs), case.normal(2 * size, inputs) * inputs**-0.5
+    product = x.double() @ weight.double().T
+    for slot in range(SLOTS):
+        own = [row for row, other in enumerate(slots) if other == slot]
+        for part in range(2):
+            rank, columns = int(case.bank.ranks[slot, part]), slice(part * size, (part + 1) * size)
+            case.bank.a[slot, part, : -(-rank // 16) * 16] = 0.0
+            case.bank.a[slot, part, :rank] = case.normal(rank, inputs) * inputs**-0.5
+            sums = (x[own].double() @ case.bank.a[slot, part, :rank].double().T).bfloat16().double()
+            product[own, columns] += sums @ case.bank.b[slot, :rank, columns].double()
+    gate, up = product.bfloat16().double().chunk(2, dim=1)
+    act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    monkeypatch.setattr(gated_product, "takes", lambda *_: True)
+    found = gated.gated_linear(x, weight, None, case.bank, case.rows, activation)
+    assert found is not None and relative_error(found, act * up) < 1e-2
+    again = gated.gated_linear(x, weight, None, case.bank, case.rows, activation)
+    plain = gated_product.gated_linear(x, weight, None, activation)
+    assert again is not None and plain is not None and torch.equal(again, found)
+    others = [row for row, slot in enumerate(slots) if slot < 0]
+    assert torch.equal(found[others], plain[others])
+    assert gated.gated_linear(x, weight, weight[0], case.bank, case.rows, "quick_gelu") is None
 
 
 @pytest.mark.cuda

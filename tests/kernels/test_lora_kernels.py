@@ -448,3 +448,22 @@ def test_no_number_of_rows_needs_a_kernel_of_its_own(
     for count in (1, 17, 63, 100, 257, 600, 1023, 1024, 1500, 2500, 4096, 7000):
         for name, recorder in run(count).items():
             assert recorder.seen <= started[0][name].seen | started[1][name].seen, (count, name)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [
+    pytest.param("cpu", torch.float32, marks=pytest.mark.interpreted),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.cuda),
+])
+@pytest.mark.parametrize(("slots", "room"), [(slots, 0) for slots in BATCHES] + [([3, -1, 1] * 9, 40)], ids=str)
+def test_sums_by_row(device: str, dtype: torch.dtype, slots: list[int], room: int):
+    """Of all inputs at once, whatever the place of a row; rows without an adapter, and those of padding, have none."""
+    bank, rows = make_bank(device, dtype), make_rows(slots, device, room=room)
+    x = torch.randn(rows.num_rows, INPUTS, generator=torch.Generator().manual_seed(7)).to(device, dtype)
+    sums, owners = triton_solution.shrink_owned(x, bank, rows)
+    assert owners.tolist() == slots + [-1] * (rows.num_rows - len(slots))
+    for row, slot in enumerate(slots):
+        for part, rank in enumerate(RANKS[slot] if slot >= 0 else ()):
+            expected, padded = bank.a[slot, part, :rank].double() @ x[row].double(), -(-rank // 16) * 16
+            if rank:
+                assert relative_error(sums[row, part, :rank], expected) < (1e-5 if dtype == torch.float32 else 1e-2)
+            assert not sums[row, part, rank:padded].any()

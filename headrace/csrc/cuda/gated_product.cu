@@ -5,7 +5,10 @@
 // ring of shared memory; two warpgroups of 64 rows each multiply, and hold gate and up of an output in the same thread.
 // Two programs whose rows follow each other are a cluster: each copies half of W's tile for both.
 //
-// Compiled by NVRTC. -DGELU: gelu_tanh instead of silu; -DFP16: float16 instead of bfloat16.
+// ADAPTED: behind a tile's last inputs each warpgroup multiplies what its rows' adapters have made of x with their b, some
+// ranks of an adapter at a time: for rows of others these are zero. b of the first adapter comes while x is multiplied.
+//
+// Compiled by NVRTC. -DGELU: gelu_tanh instead of silu; -DFP16: float16 instead of bfloat16; -DADAPTED=1.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
@@ -21,6 +24,22 @@ constexpr int ROWS = 128, OUTPUTS = 128, DEPTH = 64;  // of a tile; DEPTH inputs
 constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = 2 * OUTPUTS * DEPTH * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int STAGES = 4, OUT_BYTES = 64 * OUTPUTS * 2;        // what a warpgroup stores, in boxes of 64 by 64
 constexpr int THREADS = 384, MATH_GROUPS = 2, CLUSTER = 2;
+
+#if ADAPTED
+constexpr int RANKS = 16, NONE = 0x7FFFFFFF, BEYOND = 0x7FFFFFF0;  // of a product; no adapter, no row of a map
+constexpr int B_BOX = RANKS * 128, B_BYTES = 8 * B_BOX;  // 16 ranks of 64 outputs; of both parts for a tile's gate and up
+static_assert(B_BYTES <= OUT_BYTES, "they come to where results are stored from");
+
+struct Added {
+  const uint16 *sums;  // [M, 2, R]: of gate and up, of the adapter of each row
+  const int *owners;   // [M]: its slot, -1 for none
+  const int64 *ranks;  // [S, 2]
+  int most_ranks;      // R
+};
+#define MORE , const __grid_constant__ TensorMap b_map, const __grid_constant__ Added added
+#else
+#define MORE
+#endif
 
 __device__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
@@ -41,6 +60,88 @@ __device__ void multiply(float (&d)[128], uint64 a, uint64 b, int keeps) {
       : F128(d, 0) : "l"(a), "l"(b), "r"(keeps));
 }
 
+#if ADAPTED
+// d [64, 256] += a [64, 16] (in registers) b [16, 256], of which outputs lie together
+__device__ __forceinline__ void add_ranks(float (&d)[128], const uint32 (&a)[4], uint64 b) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" S128 "}, {%128, %129, %130, %131}, %132, "
+      "p, 1, 1, 1; }"
+      : F128(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// b as its boxes have it: the next 64 outputs are two boxes further, the next 8 ranks 1024 bytes.
+__device__ __forceinline__ uint64 describe_columns(uint32 address) {
+  return uint64((address & 0x3FFFF) >> 4) | (uint64(2 * B_BOX >> 4) << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// Whose the 64 rows of a warpgroup are; all lanes of a warp take part.
+struct Owners {
+  int low, high;  // of rows `lane` and `lane` + 32
+  __device__ Owners(const Added &added, int first, int M) {
+    const int row = first + threadIdx.x % 32;
+    low = row < M ? added.owners[row] : -1, high = row + 32 < M ? added.owners[row + 32] : -1;
+  }
+  // The first slot of theirs above `slot`, or NONE.
+  __device__ int find_next(int slot) const {
+    return __reduce_min_sync(~0u, min(low > slot ? low : NONE, high > slot ? high : NONE));
+  }
+  __device__ int of_row(int r) const { return __shfl_sync(~0u, r < 32 ? low : high, r % 32); }
+};
+
+// Ranks from `rank` on of an adapter's b for the outputs of a tile: [gate, 0] of gate's ranks, [0, up] of up's behind them,
+// zeros for ranks that there are not. Rows beyond the map's last come as zeros. By one thread.
+__device__ __forceinline__ void fetch_ranks(const TensorMap *map, uint32 to, uint32 bar, const Added &added, int slot,
+                                            int rank, int output, int F) {
+  expect_bytes(bar, B_BYTES);
+#pragma unroll
+  for (int part = 0; part < 2; part++) {
+    const bool is_there = rank < int(added.ranks[2 * slot + part]);
+#pragma unroll
+    for (int box = 0; box < 4; box++)
+      load_box(to + (2 * box + part) * B_BOX, map, bar, output + box / 2 * F + box % 2 * 64,
+               is_there && box / 2 == part ? slot * added.most_ranks + rank : BEYOND);
+  }
+}
+
+// What a thread has of its rows' sums of a part, for ranks from `rank` on of an adapter; zeros of others' rows.
+__device__ __forceinline__ void load_sums(uint32 (&a)[4], const Added &added, const Owners &owners, int first, int slot,
+                                          int part, int rank) {
+  const int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const bool is_there = rank < int(added.ranks[2 * slot + part]);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const bool is_own = owners.of_row(r + 8 * half) == slot && is_there;
+    const uint16 *own = added.sums + (2 * (first + r + 8 * half) + part) * int64(added.most_ranks) + rank + lane % 4 * 2;
+    a[half] = is_own ? *(const uint32 *)own : 0;
+    a[half + 2] = is_own ? *(const uint32 *)(own + 8) : 0;
+  }
+}
+
+// All that adapters add to a warpgroup's sums, from the slot on whose first ranks have been asked for.
+__device__ __forceinline__ void add_adapters(float (&d)[128], const Added &added, const TensorMap *b_map, uint32 to,
+                                             uint32 bar, uint32 &parity, int first, int output, int M, int F, int slot) {
+  const Owners owners(added, first, M);
+#pragma unroll 1
+  for (int rank = 0; slot != NONE;) {  // alike in a warpgroup
+    uint32 a[2][4];
+#pragma unroll
+    for (int part = 0; part < 2; part++) load_sums(a[part], added, owners, first, slot, part, rank);
+    wait_for(bar, parity);
+    parity ^= 1;
+    begin_products();
+    add_ranks(d, a[0], describe_columns(to));
+    add_ranks(d, a[1], describe_columns(to + B_BOX));
+    commit_products();
+    wait_products<0>();
+    rank += RANKS;
+    if (rank >= int(max(added.ranks[2 * slot], added.ranks[2 * slot + 1]))) slot = owners.find_next(slot), rank = 0;
+    sync_group(threadIdx.x / 128 - 1);  // all of b has been read
+    if (threadIdx.x % 128 == 0 && slot != NONE) fetch_ranks(b_map, to, bar, added, slot, rank, output, F);
+  }
+}
+#endif
+
 // Which tile comes when: `band` pairs of row tiles together go through all outputs, so that x's part stays in the
 // second-level cache while W passes by.
 struct Tile {
@@ -54,7 +155,7 @@ struct Tile {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-                  const __grid_constant__ TensorMap out_map, int M, int F, int K, int band) {
+                  const __grid_constant__ TensorMap out_map, int M, int F, int K, int band MORE) {
   extern __shared__ char unaligned[];
   const uint32 stages = (shared_address(unaligned) + 1023) & ~1023u, outs = stages + STAGES * STAGE_BYTES;
   const uint32 full = outs + MATH_GROUPS * OUT_BYTES, empty = full + 8 * STAGES;
@@ -66,6 +167,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       init_barrier(full + 8 * stage, 1);
       init_barrier(empty + 8 * stage, MATH_GROUPS * CLUSTER);  // what one program copies is for both
     }
+#if ADAPTED
+    for (int i = 0; i < MATH_GROUPS; i++) init_barrier(empty + 8 * (STAGES + i), 1);
+#endif
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -96,10 +200,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int lane = thread % 32, mine = thread % 128, r = mine / 32 * 16 + lane / 4;
     const uint32 out = outs + group * OUT_BYTES;
     float d[128];
+#if ADAPTED
+    const uint32 bar = empty + 8 * (STAGES + group);
+    uint32 added_parity = 0;
+#endif
     for (int nth = first; nth < pairs * columns; nth += stride) {
       const Tile tile(nth, pairs, columns, band, rank);
       int before = 0;
+#if ADAPTED
+      const int slot = Owners(added, tile.row + group * 64, M).find_next(-1);
+#endif
       for (int step = 0; step < steps; step++) {
+#if ADAPTED
+        if (step == min(2, steps - 1) && mine == 0 && slot != NONE) {  // to where the tile before was stored from
+          asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+          fetch_ranks(&b_map, out, bar, added, slot, 0, tile.output, F);
+        }
+#endif
         wait_for(full + 8 * stage, parity);
         const uint64 a = describe_operand(stages + stage * STAGE_BYTES + group * (X_BYTES / 2));
         const uint64 b = describe_operand(stages + stage * STAGE_BYTES + X_BYTES);
@@ -116,6 +233,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       if (mine < CLUSTER) arrive_at(empty + 8 * before, mine);
 
+#if ADAPTED
+      if (slot != NONE) add_adapters(d, added, &b_map, out, bar, added_parity, tile.row + group * 64, tile.output, M, F, slot);
+#endif
       if (mine == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the tile before has left
       sync_group(group);
 #pragma unroll

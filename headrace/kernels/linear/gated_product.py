@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ctypes import c_int
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -17,8 +18,8 @@ from headrace.kernels.linear import hopper, wave_product
 ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
 """As in ``gated_product.cu``: tile rows and outputs, inputs per stage, stages, threads per block."""
 CLUSTER = 2
-# 1024 to align the swizzled tiles, the ring of x, gate and up tiles, the output tile, two barriers per stage
-SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * DEPTH * 2 + ROWS * OUTPUTS * 2 + 16 * STAGES
+# 1024 to align swizzled tiles, the ring of x, gate and up tiles, the output tile, two barriers per stage and two more
+SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * DEPTH * 2 + ROWS * OUTPUTS * 2 + 16 * STAGES + 16
 MACROS: dict[str, dict[str, int]] = {"silu": {}, "gelu_tanh": {"GELU": 1}}
 LEAST_ROWS = 1024
 LEAST_SHARE = 0.85
@@ -28,9 +29,12 @@ BAND = 8
 
 
 @cache_compiled
-def find_kernel(dtype: torch.dtype, activation: str, device: torch.device) -> CudaKernel | None:
-    """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails."""
-    flags = {"FP16": 1} if dtype == torch.float16 else {}
+def find_kernel(
+    dtype: torch.dtype, activation: str, device: torch.device, *, is_adapted: bool = False
+) -> CudaKernel | None:
+    """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails. ``is_adapted``: the one that
+    takes what adapters add, see `headrace.kernels.lora.gated`."""
+    flags = ({"FP16": 1} if dtype == torch.float16 else {}) | ({"ADAPTED": 1} if is_adapted else {})
     with fallback("gated products of many rows run as separate kernels"):
         return load_kernel("gated_product", device, SHARED_BYTES, **MACROS[activation], **flags)
     return None
@@ -55,8 +59,11 @@ def takes(x: torch.Tensor, outputs: int, bias: torch.Tensor | None) -> bool:
     return bias is None and outputs % 8 == 0 and wins(x.shape[0], outputs, count_clusters(x.device))
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band: int = BAND) -> torch.Tensor:
-    """``activation(gate) * up`` [M, F], of x [M, K] and a weight [2F, K] whose rows begin at multiples of 16 bytes."""
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *more: Any, band: int = BAND
+) -> torch.Tensor:
+    """``activation(gate) * up`` [M, F], of x [M, K] and a weight [2F, K] whose rows begin at multiples of 16 bytes.
+    ``more``: the last arguments of the kernel that takes what adapters add."""
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = -(-rows // (CLUSTER * ROWS)) * -(-outputs // OUTPUTS)
@@ -64,7 +71,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band:
     maps = kernel.describe(x, ROWS, DEPTH), kernel.describe(weight, OUTPUTS, DEPTH), kernel.describe(out, 64, 64)
     # persistent: no more clusters than run at once
     programs = CLUSTER * min(tiles, count_clusters(x.device))
-    kernel.launch(programs, THREADS, *maps, c_int(rows), c_int(outputs), c_int(inputs), c_int(band))
+    kernel.launch(programs, THREADS, *maps, c_int(rows), c_int(outputs), c_int(inputs), c_int(band), *more)
     return out
 
 

@@ -146,8 +146,9 @@ ADAPTED_LINEAR = Operation("product with LoRA")
 """``adapted_linear(x [T, I], weight [O, I], bias [O] | None, bank, rows, activation="", before=None) -> (out, None) |
 None``: `LINEAR` and all that adapters add, each output rounded once, then the gated ``activation`` if one is named, of
 a weight that stacks gate and up, each rounded as if stored: out is [T, O] or [T, O / 2]. With ``before``, a residual
-[T, I] and a `Norm`, x is ``norm(residual + x)`` and the second result that sum. In one kernel; None where more are as
-fast, for more than a row or two. ``bank`` has `LowRankBank.published`."""
+[T, I] and a `Norm`, x is ``norm(residual + x)`` and the second result that sum. None where more kernels are as fast: it
+is one for a row or two, whose ``bank`` has `LowRankBank.published`, and with an activation one behind `SHRINK` for a
+thousand and more."""
 
 ADAPTED_NORM = Operation("LoRA kernel between two products")
 """``adapted_norm(x [T, I], pending, residual [T, D], norm: Norm, bank, following, rows) -> (normed, new_residual,

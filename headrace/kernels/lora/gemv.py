@@ -17,6 +17,7 @@ from headrace.kernels.linear import Norm
 from headrace.kernels.linear.rows import LowRank, multiply, normalise_multiply
 from headrace.kernels.linear.triton import gemv_rows, gemv_tile, multiply_rows
 from headrace.kernels.lora import WHOLE_ROWS, LowRankBank, Reduced, SlotRows
+from headrace.kernels.lora.gated import gated_linear
 
 
 @triton.jit
@@ -82,7 +83,10 @@ def adapted_linear(
     activation: str = "", before: tuple[torch.Tensor, Norm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """See `ADAPTED_LINEAR`."""
-    if bank.published is None or rows.num_rows > WHOLE_ROWS:
+    if rows.num_rows > WHOLE_ROWS:
+        whole = None if before is not None else gated_linear(x, weight, bias, bank, rows, activation)
+        return None if whole is None else (whole, None)
+    if bank.published is None:
         return None
     additions = LowRank(bank.a, bank.b, bank.ranks, bank.ends, rows.order, rows.slots, bank.published)
     if before is not None:

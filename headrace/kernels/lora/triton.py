@@ -59,14 +59,20 @@ COUNTS = ["num_blocks", "num_places", "steps", "splits"]
 
 @triton.jit(do_not_specialize=COUNTS)
 def _shrink_kernel(
-    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, sums_ptr, x_stride, num_blocks, num_places, steps, K: tl.constexpr,
-    P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, sums_ptr, owners_ptr, x_stride, num_blocks, num_places, steps,
+    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
+    STAGES: tl.constexpr, OWNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
-    # a program multiplies a block of rows with RANKS of the P * R rows of ``a``, which may be those of several parts
+    # a program multiplies a block of rows with RANKS of the P * R rows of ``a``, which may be those of several parts.
+    # OWNS: sums are those of rows, not of places, and beside them is whose each row is.
     block, chunk, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
     first = tl.load(blocks_ptr + num_blocks + block)
+    if OWNS:  # noqa: SIM102 (a constant)
+        if chunk == 0:
+            nth = tl.arange(0, M)
+            own = tl.load(order_ptr + first + nth, mask=nth < count, other=0)
+            tl.store(owners_ptr + own, slot.to(tl.int32) + tl.zeros([M], tl.int32), mask=nth < count)
     if (block == 0) | (slot >= 0):
         m, r, k = tl.arange(0, M), chunk * RANKS + tl.arange(0, RANKS), split * INPUTS * steps + tl.arange(0, INPUTS)
         rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
@@ -84,8 +90,9 @@ def _shrink_kernel(
                 x = tl.load(x_at + at, mask=(m < count)[:, None] & inside[None, :], other=0.0)
                 a = tl.load(a_at + at, mask=inside[:, None] & is_there[None, :], other=0.0)
                 sums = tl.dot(x, a, sums, input_precision=PRECISION)
-            out = sums_ptr + (split * num_places + first + m)[:, None] * (P * R) + r[None, :]
-            tl.store(out, sums, mask=(m < count)[:, None] & is_there[None, :])
+            to = rows if OWNS else split * num_places + first + m
+            out = sums_ptr + to[:, None] * (P * R) + r[None, :]
+            tl.store(out, sums.to(sums_ptr.dtype.element_ty), mask=(m < count)[:, None] & is_there[None, :])
 
 
 @triton.jit
@@ -271,22 +278,45 @@ def join(rows: SlotRows, device: torch.device) -> None:
 
 def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> Reduced:
     _, num_parts, most_ranks, num_inputs = bank.a.shape
-    ranks = min(MOST_RANKS, next_power_of_2(num_parts * most_ranks))
-    chunks, num_blocks = ceil_div(num_parts * most_ranks, ranks), rows.blocks.shape[1]
-    inputs, stages = STEP_INPUTS[rows.block_rows]
-    tiles = ceil_div(rows.num_rows, rows.block_rows) * chunks
+    inputs, tiles = STEP_INPUTS[rows.block_rows][0], ceil_div(rows.num_rows, rows.block_rows) * _count_chunks(bank)
     most = max(1, min(MOST_SPLITS, PROGRAMS // tiles))
     steps = ceil_div(ceil_div(num_inputs, inputs), most)  # of a partial sum
     splits = ceil_div(num_inputs, inputs * steps)
     sums = torch.empty((splits, rows.num_rows, num_parts * most_ranks), dtype=torch.float32, device=x.device)
-    x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
-    options = _options(bank, rows, pdl=pdl) | {"RANKS": ranks}
-    _shrink_kernel[(num_blocks, chunks, splits)](
-        x, bank.a, bank.ranks, rows.order, rows.blocks, sums, x.stride(0), num_blocks, rows.num_rows, steps,
-        K=num_inputs, P=num_parts, R=most_ranks, INPUTS=inputs, num_warps=4,
-        STAGES=min(stages, ceil_div(num_inputs, inputs * MOST_SPLITS)), **options,
-    )
+    _launch_shrink(x, bank, rows, sums, None, steps, splits, pdl=pdl)
     return Reduced(sums)
+
+
+def shrink_owned(x: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """``a[s] x[t]`` [T, P, R] of each row t that has the adapter in slot s, in the bank's dtype and by rows, for the
+    parts and ranks that there are, others undefined; and the slots [T] int32, -1 for none. For many rows."""
+    shape = rows.num_rows, *bank.a.shape[1:3]
+    sums = torch.empty(shape, dtype=bank.a.dtype, device=x.device)
+    owners = torch.empty(rows.num_rows, dtype=torch.int32, device=x.device)
+    steps = ceil_div(bank.inputs, STEP_INPUTS[rows.block_rows][0])
+    # not dependent: slots of rows are written at once, to memory that the kernel in front may still read
+    _launch_shrink(x, bank, rows, sums, owners, steps, 1, pdl=False)
+    return sums, owners
+
+
+def _count_chunks(bank: LowRankBank) -> int:
+    return ceil_div(bank.slot_rows, min(MOST_RANKS, next_power_of_2(bank.slot_rows)))
+
+
+def _launch_shrink(
+    x: torch.Tensor, bank: LowRankBank, rows: SlotRows, sums: torch.Tensor, owners: torch.Tensor | None, steps: int,
+    splits: int, *, pdl: bool
+) -> None:
+    _, num_parts, most_ranks, num_inputs = bank.a.shape
+    inputs, stages = STEP_INPUTS[rows.block_rows]
+    num_blocks = rows.blocks.shape[1]
+    x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
+    options = _options(bank, rows, pdl=pdl) | {"RANKS": min(MOST_RANKS, next_power_of_2(bank.slot_rows))}
+    _shrink_kernel[(num_blocks, _count_chunks(bank), splits)](
+        x, bank.a, bank.ranks, rows.order, rows.blocks, sums, sums if owners is None else owners, x.stride(0),
+        num_blocks, rows.num_rows, steps, K=num_inputs, P=num_parts, R=most_ranks, INPUTS=inputs, num_warps=4,
+        OWNS=owners is not None, STAGES=min(stages, ceil_div(num_inputs, inputs * MOST_SPLITS)), **options,
+    )
 
 
 def expand(reduced: Reduced, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> None:
