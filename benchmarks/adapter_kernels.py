@@ -29,7 +29,7 @@ from headrace.layers.residual import Residual
 from headrace.models.llama.family import FAMILY
 
 CONFIG = Path(__file__).parent / "models" / "llama-3.1-8b" / "config.json"
-RANK, SLOTS, REPEATS, PAGE = 16, 64, 20, 64
+RANK, SLOTS, REPEATS, PAGE, DECODES = 16, 64, 20, 64, 512
 CUDA = torch.device("cuda")
 MEMORY_RATE = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes a second."""

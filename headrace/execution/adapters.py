@@ -318,7 +318,10 @@ class AdapterInputs:
         """The slots of all tokens of a step."""
         num_dense = self.find_dense(step)
         layout = self._layout(step.shape.num_tokens, num_dense)
-        return layout.view(sent["adapter_rows"], step.segments, num_dense=min(num_dense, self._count_slots(step)))
+        return layout.view(
+            sent["adapter_rows"], step.segments, num_dense=min(num_dense, self._count_slots(step)),
+            num_runs=len(step.shape.rows),
+        )
 
     def make_static(self, size: int, num_dense: int) -> torch.Tensor:
         """The buffer that `pack` fills for a captured step of at most ``size`` tokens, at first without adapters."""

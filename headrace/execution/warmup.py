@@ -199,6 +199,10 @@ def _mix(most_decodes: int, max_tokens: int) -> list[tuple[int, int]]:
     return [*found, *((0, size) for size in tokens)]
 
 
+FEW_TOKENS = 8
+"""Of a request among many in a step with adapters."""
+
+
 def _changes(most: int, *others: int) -> list[int]:
     """Powers of two up to ``most``, the numbers behind them, ``others`` and ``most``."""
     powers = [2**i for i in range(most.bit_length())]
@@ -282,15 +286,17 @@ def run_tiny_steps(
 
 def _run_largest_steps(runner: Runner, assembly: Assembly) -> None:
     """One step of as many requests as possible, all sampling at random, and one of the longest, of the base model and
-    where adapters are served of these. No pages are appended:
-    they read and write the null page only, so two pages per group are enough. Rows are started twice and never
-    released; the runner is thrown away."""
+    where adapters are served of these, also of a few tokens each, as prompts take other kernels than many requests.
+    No pages are appended: they read and write the null page only, so two pages per group are enough. Rows are started
+    again and never released; the runner is thrown away."""
     layout, max_tokens, is_pooling = runner.layout, assembly.max_step_tokens, assembly.is_pooling
     spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
     pooling = PoolingSpec() if is_pooling else None
     counts = (min(layout.max_rows, max_tokens), min(layout.max_rows, -(-max_tokens // layout.max_model_len)))
-    for num_rows, slot in product(counts, (-1, *_adapter_slots(assembly))):
-        length = min(max(1, max_tokens // num_rows), layout.max_model_len)
+    adapters = _adapter_slots(assembly)
+    sizes = [(count, min(max(1, max_tokens // count), layout.max_model_len)) for count in counts]
+    short = min(FEW_TOKENS, sizes[0][1])
+    for (num_rows, length), slot in (*product(sizes, (-1, *adapters)), *product([(counts[0], short)], adapters)):
         rows, prompt = list(range(num_rows)), pack_ids([0] * length)
         starts = [RowStart(row, "measure", prompt, length, spec, pooling, slot) for row in rows]
         samples = [int(not is_pooling)] * num_rows

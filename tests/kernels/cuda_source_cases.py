@@ -106,7 +106,7 @@ CASES: dict[str, list[Find]] = {
     ),
     "expand": each(additions._find_expand, (0, 16), (1, 16), (2, 64)),
     "expand_norm": each(additions._find_norm, (1, 16), (2, 64)),
-    "expand_norm_many": each(additions._find_norm_many, (1, 16), (2, 64)),
+    "expand_norm_many": each(additions._find_norm_many, (1, 1, 16), (2, 2, 16), (2, 4, 64)),
     "expand_rope": each(
         rotated._find_kernel, (64, False, 16), (64, True, 32), (32, True, 16), (128, False, 16),
     ),

@@ -172,6 +172,8 @@ def test_additions_within_a_gated_product(
     gate, up = product.bfloat16().double().chunk(2, dim=1)
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     monkeypatch.setattr(gated_product, "takes", lambda *_: True)
+    monkeypatch.setattr(gated, "LEAST_RUN", 1)
+    case.rows.num_runs = case.size
     found = gated.gated_linear(x, weight, None, case.bank, case.rows, activation)
     assert found is not None and relative_error(found, act * up) < 1e-2
     again = gated.gated_linear(x, weight, None, case.bank, case.rows, activation)
@@ -179,7 +181,9 @@ def test_additions_within_a_gated_product(
     assert again is not None and plain is not None and torch.equal(again, found)
     others = [row for row, slot in enumerate(slots) if slot < 0]
     assert torch.equal(found[others], plain[others])
-    assert gated.gated_linear(x, weight, weight[0], case.bank, case.rows, "quick_gelu") is None
+    for num_runs in (0, case.size + 1):  # only the device knows, and too many
+        case.rows.num_runs = num_runs
+        assert gated.gated_linear(x, weight, None, case.bank, case.rows, activation) is None
 
 
 @pytest.mark.cuda

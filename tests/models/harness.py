@@ -106,7 +106,8 @@ class Harness:
         slots = np.repeat([sequence.slot for sequence, _ in spans], [len(tokens) for _, tokens in spans])
         layout = RowsLayout(len(slots), int(slots.max()) + 1)
         packed, segments = layout.pack(slots)
-        return layout.view(torch.from_numpy(packed).to(self.device), segments, num_dense=self.num_dense)
+        packed_there = torch.from_numpy(packed).to(self.device)
+        return layout.view(packed_there, segments, num_dense=self.num_dense, num_runs=len(spans))
 
     def _want(self, batch: ForwardBatch, places: list[int]) -> WantedTokens:
         """The last tokens of the spans at these places in the batch."""

@@ -5,16 +5,17 @@
 // columns. It keeps the adapter's b, and asks for the next eight rows (cp.async) before it has those at hand: else a
 // cluster's rows would wait for memory, and then for each other, in turns.
 //
-// Compiled by NVRTC. Macros: MANY, see additions.cuh; GROUPS, of 64 columns that a warp has at most.
+// Compiled by NVRTC. Macros: MANY, see additions.cuh; CLUSTER, its blocks, at most 4; GROUPS, of 64 columns that a warp
+// has at most.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
 #include "cluster_sums.cuh"
 #include "additions.cuh"
 
-constexpr int WARPS = 16, CLUSTER = 4, THREADS = 32 * WARPS, STAGES = 2;
+constexpr int WARPS = 16, THREADS = 32 * WARPS, STAGES = 2;
 constexpr uint32 SUMS_BYTES = CLUSTER * ROWS * 4;
-static_assert(CLUSTER * ROWS == 32, "a warp sends all sums");
+static_assert(CLUSTER * ROWS <= 32, "a warp sends all sums");
 
 struct Call {
   Additions added;

@@ -23,8 +23,9 @@ class SlotRows:
     adapter, on the host; empty in a captured step, whose rows only the device knows. ``side``: a stream on which to
     compute what needs no product, beside it; None: in order; ``is_forked``: something is computed there that the stream
     of the products has not waited for. ``num_dense``: all adapters are in the first so many slots, few enough for each
-    row to be multiplied with ``a`` of all of them; 0: they may not be. ``pairs`` [2, N] int64: the rows with an adapter
-    and the slot of each, on the host; made when it is asked for."""
+    row to be multiplied with ``a`` of all of them; 0: they may not be. ``num_runs``: of rows that follow each other and
+    have the same adapter, or none, at most so many; 0: only the device knows. ``pairs`` [2, N] int64: the rows with an
+    adapter and the slot of each, on the host; made when it is asked for."""
 
     order: torch.Tensor
     blocks: torch.Tensor
@@ -34,6 +35,7 @@ class SlotRows:
     side: torch.cuda.Stream | None = None
     is_forked: bool = False
     num_dense: int = 0
+    num_runs: int = 0
     _pairs: torch.Tensor | None = None
 
     @property

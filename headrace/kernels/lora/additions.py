@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import partial
 
 import torch
 
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
-from headrace.kernels.launch import ceil_div
+from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import TILE_OUTPUTS, LowRankBank, Reduced, SlotRows, triton
 from headrace.kernels.rowwise.triton import GATES
@@ -22,7 +23,7 @@ ROWS, COLUMNS, RANKS = 8, 64, 16
 WARPS, STAGES = 4, 3
 """Of a block of ``expand.cu`` and ``expand_rope.cu``: warps, and how often it has room for eight rows."""
 NORM_WARPS, CLUSTER = 16, 4
-"""Of a block of ``expand_norm.cu`` and ``expand_norm_many.cu``, and blocks of their clusters."""
+"""Of a block of ``expand_norm.cu`` and ``expand_norm_many.cu``, and the most blocks of their clusters."""
 MOST_GROUPS, FEW_ROWS = 2, 512
 """Most columns of a warp with a norm, in 64, and most rows of ``expand_norm.cu``."""
 NORM_STAGES = 2
@@ -93,10 +94,12 @@ def _find_norm(groups: int, ranks: int, device: torch.device) -> CudaKernel | No
 
 
 @cache_compiled
-def _find_norm_many(groups: int, ranks: int, device: torch.device) -> CudaKernel | None:
+def _find_norm_many(groups: int, cluster: int, ranks: int, device: torch.device) -> CudaKernel | None:
     staged = NORM_STAGES * groups * 2 * ROWS * NORM_WARPS * COLUMNS * 2  # of x and the residual
     with fallback("what adapters add to many rows before a norm is added by Triton's kernels"):
-        return load_kernel("expand_norm_many", device, staged, GROUPS=groups, MANY=int(ranks > RANKS))
+        return load_kernel(
+            "expand_norm_many", device, staged, GROUPS=groups, CLUSTER=cluster, MANY=int(ranks > RANKS)
+        )
     return None
 
 
@@ -162,8 +165,10 @@ def expand_add_norm(
     """See `EXPAND_ADD_NORM`; writes the new residual in place."""
     triton.join(rows, x.device)
     count, width = residual.shape
-    added, groups = describe(reduced, bank, rows), ceil_div(width, COLUMNS * NORM_WARPS * CLUSTER)
-    is_few = count <= FEW_ROWS
+    added, is_few = describe(reduced, bank, rows), count <= FEW_ROWS
+    # what a warp finds out of a row takes as long as eight of its columns: of many rows it has more columns
+    cluster = CLUSTER if is_few else min(CLUSTER, next_power_of_2(ceil_div(width, COLUMNS * NORM_WARPS * MOST_GROUPS)))
+    groups = ceil_div(width, COLUMNS * NORM_WARPS * cluster)
     fits = is_few or x.dim() == 2
     takes = (
         added is not None and groups <= MOST_GROUPS and fits
@@ -171,15 +176,15 @@ def expand_add_norm(
         and x.dtype == (torch.bfloat16 if x.dim() == 2 else torch.float32)
         and begin_at(8, residual, norm.weight) and begin_at(8 if x.dim() == 2 else 2, x)
     )
-    find = _find_norm if is_few else _find_norm_many
-    kernel = find(groups, bank.most_ranks, x.device) if takes else None
+    find = partial(_find_norm, groups) if is_few else partial(_find_norm_many, groups, cluster)
+    kernel = find(bank.most_ranks, x.device) if takes else None
     if added is None or kernel is None:
         return triton.expand_add_norm(reduced, x, residual, norm, bank, rows, pdl=True)
     out = torch.empty((count, width), dtype=residual.dtype, device=x.device)
     places = (tensor.data_ptr() for tensor in (x, residual, norm.weight, out))
     if not is_few:
         many = _ExpandNormMany(added, *places, x.stride(0), residual.stride(0), norm.eps, norm.offset)
-        kernel.launch(CLUSTER * added.num_blocks, 32 * NORM_WARPS, many, is_dependent=True)
+        kernel.launch(cluster * added.num_blocks, 32 * NORM_WARPS, many, is_dependent=True)
         return out, residual
     per_block = ceil_div(min(rows.block_rows, count), ROWS)
     call = _ExpandNorm(

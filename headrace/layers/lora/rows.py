@@ -67,9 +67,10 @@ class RowsLayout:
         return packed, segments
 
     def view(
-        self, packed: torch.Tensor, segments: Segments, side: torch.cuda.Stream | None = None, *, num_dense: int = 0
+        self, packed: torch.Tensor, segments: Segments, side: torch.cuda.Stream | None = None, *, num_dense: int = 0,
+        num_runs: int = 0
     ) -> SlotRows:
         """`SlotRows` over what `pack` made, on its device."""
         order, slots = packed[: 2 * self.size].view(2, self.size)
         blocks = packed[2 * self.size :].view(3, self.num_blocks)
-        return SlotRows(order, blocks, slots, self.block_rows, segments, side, num_dense=num_dense)
+        return SlotRows(order, blocks, slots, self.block_rows, segments, side, num_dense=num_dense, num_runs=num_runs)
