@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from fake_apps import http_for
 
@@ -50,6 +52,33 @@ async def test_others_refuse_them(http, client, path, fields, name):
     answer = await http.post(path, json={**PLAIN[path], **fields})
     assert answer.status_code == 400 and "unknown field" in answer.text and "zzz" in answer.text
     assert not client.submitted
+
+
+@pytest.mark.parametrize("path, fields, name", CASES)
+@pytest.mark.parametrize("num_chars", [2, 600_000])
+async def test_null_requests_nothing(client, path, fields, name, num_chars):
+    """Serializers write fields that are not set; in large bodies, too, which are decoded in pieces."""
+    def blank(fields: dict) -> dict:
+        if fields == FUNCTION["parameters"]["properties"]:  # names in schemas are the client's own
+            return fields
+        return {name: None if name == "zzz" else value for name, value in fields.items()}
+
+    client.shrink(1 << 20)
+    text = json.dumps({**PLAIN[path], **fields}).replace('"hi"', json.dumps("h" * num_chars))
+    body = json.loads(text, object_hook=blank)
+    async with http_for(client) as http:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200 and "warning" not in answer.headers, answer.text
+
+
+async def test_the_defaults_of_vllms_structured_outputs(http, client):
+    fields = {"disable_any_whitespace": False, "disable_additional_properties": False, "whitespace_pattern": None}
+    outputs = {"json": {"type": "object"}, "regex": None, "disable_fallback": False, **fields}
+    answer = await http.post(CHAT, json={**PLAIN[CHAT], "structured_outputs": outputs})
+    assert answer.status_code == 200 and client.submitted[-1][1].grammar.kind == "json_schema", answer.text
+    for name, value in (("disable_any_whitespace", True), ("whitespace_pattern", " ?")):
+        answer = await http.post(CHAT, json={**PLAIN[CHAT], "structured_outputs": {**outputs, name: value}})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == f"structured_outputs.{name}"
 
 
 async def test_what_is_known_stays(client):

@@ -10,6 +10,7 @@ from fake_apps import events_of, http_for
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
+JSON = {"content-type": "application/json"}
 BODIES = {
     CHAT: {"messages": [USER], "max_tokens": 2}, TEXT: {"prompt": "hi", "max_tokens": 2},
     MESSAGES: {"messages": [USER], "max_tokens": 2}, RESPONSES: {"input": "hi", "max_output_tokens": 16},
@@ -41,6 +42,37 @@ async def test_neutral_values_of_known_fields_are_taken_on_every_route(http, pat
 async def test_other_values_are_refused_by_name(http, client, path, name, value):
     answer = await http.post(path, json={**BODIES[path], name: value})
     assert answer.status_code == 400 and name in answer.text and not client.submitted
+
+
+WHOLE = {
+    CHAT: ('"max_tokens": 3.0, "n": 2e0, "seed": 1e3, "logit_bias": {"97": 1.5}', (3, 2, 1000)),
+    TEXT: ('"max_tokens": 3.0, "n": 2.0, "seed": -0.0, "zzz": null, "stop_token_ids": [5.0]', (3, 2, 0)),
+    MESSAGES: ('"max_tokens": 30e-1, "top_k": 4.0', (3, 1, None)),
+    RESPONSES: ('"max_output_tokens": 3.0, "seed": 4.0, "text": {"verbosity": null, "zzz": null}', (3, 1, 4)),
+    "/generate": ('"sampling_params": {"max_new_tokens": 3.0, "n": 2.0, "sampling_seed": 1.0}', (3, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("path", WHOLE)
+@pytest.mark.parametrize("num_chars", [2, 600_000])
+async def test_integers_may_be_written_with_a_point(http, client, path, num_chars):
+    """Programs with one kind of number write them so; in large bodies, too, which are decoded in pieces."""
+    client.shrink(1 << 20)
+    fields, expected = WHOLE[path]
+    prompt = json.dumps(BODIES[path]).replace('"hi"', json.dumps("h" * num_chars))
+    answer = await http.post(path, content=f"{prompt[:-1]}, {fields}}}".encode(), headers=JSON)
+    assert answer.status_code == 200, answer.text
+    params = client.submitted[-1][1]
+    assert (params.max_tokens, params.n, params.seed) == expected
+
+
+@pytest.mark.parametrize("value", ["1.5", "1e400", "1e30", '"4"', "true", "9007199254740993.5e300"])
+async def test_what_is_no_integer_is_refused(http, client, value):
+    for rest in ("", ', "n": 1.0', ', "zzz": null, "n": 1.0'):
+        body = f'{{"prompt": "hi", "max_tokens": {value}{rest}}}'.encode()
+        answer = await http.post(TEXT, content=body, headers=JSON)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert not client.submitted
 
 
 async def test_verbosity_is_taken(http):

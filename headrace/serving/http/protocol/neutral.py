@@ -30,6 +30,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
         ), _IS_ON
     ),
     **dict.fromkeys(("enable_thinking", "think"), ()),
+    # vLLM's defaults of structured_outputs
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (False,)),
     **dict.fromkeys(("n", "best_of", "beam_width", "num_beams", "num_return_sequences"), (1,)),
     **dict.fromkeys(("top_p", "typical_p", "tfs_z", "length_penalty", "repetition_penalty", "repeat_penalty"), (1,)),
     **dict.fromkeys(("min_p", "top_a", "presence_penalty", "frequency_penalty", "mirostat"), (0,)),

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.protocol.fields import DEFERRED, IN_WORDS, RESTRICTED, LogitBias
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
-from headrace.serving.http.transport.pieces import PieceReader, within_field
+from headrace.serving.http.transport.pieces import PieceReader, decode_whole, is_float_for_int, within_field
 from headrace.serving.http.transport.spans import Span, check_num_values
 from headrace.serving.http.transport.threads import AT_ONCE, WorkThreads
 from headrace.serving.http.transport.unknown import alternatives, drop_fields, drop_inner_fields, names_of
@@ -47,7 +47,7 @@ BODY_BYTES = "body_bytes"
 LARGE_BYTES = 1 << 19
 """Bodies from this size on are decoded in pieces."""
 PROMPTS = frozenset({"messages", "prompt", "text", "input", "input_ids", "documents"})
-"""Fields that may be very large. None holds a record that refuses unknown fields."""
+"""Fields that may be very large. None that is holds a record that refuses unknown fields."""
 CUTTING = "truncate_prompt_tokens"
 """The field with which a prompt may be longer than the context."""
 # These match the wording of msgspec's validation errors, which carry the path only as text.
@@ -94,11 +94,11 @@ def _check_media_type(request: Request, *, takes_any_type: bool) -> None:
 
 
 class JsonBody(Generic[T]):
-    """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A field of another route or of an
-    unsupported feature is refused by name unless it requests nothing (`is_neutral`). ``takes_any_type``: accepts any
-    declared media type, for APIs whose clients declare none. ``is_optional``: no body is the same as an empty object;
-    for routes whose media type `AdminGate` has checked. ``nested``: a field, and the record of its objects, which are
-    checked for unknown fields like the body itself."""
+    """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A field of another route or of
+    an unsupported feature is refused by name unless it requests nothing (`is_neutral`). Integers may be written
+    ``4.0``. ``takes_any_type``: accepts any declared media type, for APIs whose clients declare none.
+    ``is_optional``: no body is the same as an empty object; for routes whose media type `AdminGate` has checked.
+    ``nested``: a field, and the record of its objects, which are checked for unknown fields like the body itself."""
 
     media_type: ClassVar[str] = "application/json"
 
@@ -165,9 +165,12 @@ class JsonBody(Generic[T]):
             try:
                 return reader.record(self.record, places, given)
             except msgspec.ValidationError as error:
-                if ignored is None or "unknown field" not in str(error):
+                if "unknown field" not in str(error):
                     raise
-            others = [name for name in places if name in self._fields - PROMPTS - given.keys()]
+            others = [
+                name for name, place in places.items()
+                if name in self._fields - given.keys() and not (name in PROMPTS and place.is_large)
+            ]
             return reader.record(
                 self.record, places, {**given, **self._decode_fields(reader, places, others, ignored)}
             )
@@ -178,7 +181,17 @@ class JsonBody(Generic[T]):
         self, reader: PieceReader, places: dict[str, Span], names: Iterable[str], ignored: list[str] | None
     ) -> dict[str, Any]:
         """Fields of a large body, decoded whole and without what `decode` drops of a small one."""
-        document = {name: msgspec.json.decode(reader.text_of(places[name])) for name in names}
+        texts, num_ignored = {name: reader.text_of(places[name]) for name in names}, len(ignored or ())
+        try:
+            return self._convert_fields({name: msgspec.json.decode(text) for name, text in texts.items()}, ignored)
+        except msgspec.ValidationError as error:
+            if not is_float_for_int(error):
+                raise
+        if ignored is not None:
+            del ignored[num_ignored:]
+        return self._convert_fields({name: decode_whole(text) for name, text in texts.items()}, ignored)
+
+    def _convert_fields(self, document: dict[str, Any], ignored: list[str] | None) -> dict[str, Any]:
         self._drop_inner(document, ignored)
         kinds = {f.encode_name: (f.name, f.type) for f in msgspec.structs.fields(self.record)}
         found = {}
@@ -193,25 +206,33 @@ class JsonBody(Generic[T]):
         ``ignored`` instead if it is given."""
         if not body.strip():
             raise RequestError("the body is empty; send a JSON object")
-        # One strict pass for valid bodies; only bodies with unknown fields pay for a second one.
+        # One strict pass for valid bodies; only bodies with unknown fields, or integers in an odd form, pay for others.
         try:
             return self._decode(body)
         except UNREADABLE as error:
-            if not isinstance(error, msgspec.ValidationError) or "unknown field" not in str(error):
+            if not isinstance(error, msgspec.ValidationError):
                 raise self.explain(error, body) from None
-        return self._decode_known(body, ignored)
+            has_floats = is_float_for_int(error)
+            if not has_floats and "unknown field" not in str(error):
+                raise self.explain(error, body) from None
+        return self._decode_known(body, ignored, has_floats=has_floats)
 
-    def _decode_known(self, body: bytes, ignored: list[str] | None) -> T:
-        """Second pass over a body with unknown fields: drop those that request nothing, refuse or ignore the others."""
+    def _decode_known(self, body: bytes, ignored: list[str] | None, *, has_floats: bool) -> T:
+        """Second pass over a body with unknown fields: drop those that request nothing, refuse or ignore the others.
+        With ``has_floats`` numbers without a remainder are integers."""
+        if ignored is not None:
+            ignored.clear()
         try:
-            document = msgspec.json.decode(body)
+            document = decode_whole(body) if has_floats else msgspec.json.decode(body)
             # A JSON object: otherwise the strict pass would have reported another error. Fields are deleted in place.
             drop_fields(document, self._fields, ignored)
             self._drop_inner(document, ignored)
             # JSON object keys are strings; ``str_keys`` converts those of ``dict[int, ...]`` fields.
             return msgspec.convert(document, self.record, str_keys=True)
         except UNREADABLE as error:
-            raise self.explain(error, body) from None
+            if has_floats or not isinstance(error, msgspec.ValidationError) or not is_float_for_int(error):
+                raise self.explain(error, body) from None
+        return self._decode_known(body, ignored, has_floats=True)
 
     def explain(self, error: Exception, body: bytes) -> RequestError:
         """The error for the client, of one of `UNREADABLE`. ``body``: the whole one, to name a wrong entry of
@@ -230,8 +251,7 @@ class JsonBody(Generic[T]):
         for item in inner if isinstance(inner, list) else [inner]:
             if self._nested_fields and isinstance(item, dict):
                 drop_fields(item, self._nested_fields, ignored, within=self._nested + ".")
-        if ignored is not None:
-            drop_inner_fields(document, self.record, ignored)
+        drop_inner_fields(document, self.record, ignored)
 
 
 def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body: bytes) -> RequestError:

@@ -8,6 +8,7 @@ Small parts are decoded by msgspec as always; errors have its wording and its pa
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from array import array
 from collections.abc import Iterator, Mapping
@@ -238,8 +239,35 @@ def _origin(kind: Any) -> Any:
     return get_origin(kind)
 
 
+def is_float_for_int(error: msgspec.DecodeError) -> bool:
+    """Whether a number with a fraction or an exponent stands where a whole one belongs."""
+    return "Expected `int" in (text := str(error)) and "got `float`" in text
+
+
+def decode_whole(text: bytes) -> Any:
+    """JSON whose numbers without a remainder are integers, however they are written: ``4.0`` and ``1e3``, as programs
+    write them that know one kind of number."""
+    return _WHOLE.decode(text)
+
+
+def _read_number(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise msgspec.DecodeError("Number out of range")
+    # beyond 2^53 not every integer is a float of its own
+    return int(number) if number.is_integer() and abs(number) <= 2**53 else number
+
+
+_WHOLE = msgspec.json.Decoder(float_hook=_read_number)
+
+
 def _decode(text: bytes, wanted: Any) -> Any:
-    return msgspec.json.decode(text, type=wanted)
+    try:
+        return msgspec.json.decode(text, type=wanted)
+    except msgspec.ValidationError as error:
+        if not is_float_for_int(error):
+            raise
+    return msgspec.convert(decode_whole(text), wanted, str_keys=True)
 
 
 def _members(wanted: Any, bounds: tuple[msgspec.Meta, ...] = ()) -> list[Member]:

@@ -38,13 +38,14 @@ def drop_fields(
         del document[name]
 
 
-def drop_inner_fields(document: dict[str, Any], record: type[msgspec.Struct], ignored: list[str]) -> None:
-    """Delete the unknown fields of the objects inside a body, and add their names to ``ignored``, once for all
-    elements of a list."""
+def drop_inner_fields(document: dict[str, Any], record: type[msgspec.Struct], ignored: list[str] | None) -> None:
+    """Delete the unknown fields of the objects inside a body, and add the names of those that request something to
+    ``ignored``, once for all elements of a list. Without a list these stay, and decoding refuses them."""
     found: dict[str, None] = {}
     for name, kind in _field_types(record).items():
-        _drop_within(document.get(name), kind, name, found)
-    ignored += found
+        _drop_within(document.get(name), kind, name, None if ignored is None else found)
+    if ignored is not None:
+        ignored += found
 
 
 @lru_cache(maxsize=64)  # one for each route
@@ -54,7 +55,7 @@ def _field_types(record: type[msgspec.Struct]) -> dict[str, inspect.Type]:
     return {field.encode_name: field.type for field in described.fields}
 
 
-def _drop_within(value: Any, kind: inspect.Type, where: str, found: dict[str, None]) -> None:
+def _drop_within(value: Any, kind: inspect.Type, where: str, found: dict[str, None] | None) -> None:
     """The depth is that of the type, whatever the client sends."""
     kinds = alternatives([kind])
     if isinstance(value, list):
@@ -70,7 +71,10 @@ def _drop_within(value: Any, kind: inspect.Type, where: str, found: dict[str, No
         types = {field.encode_name: field.type for field in one.fields}
         if one.forbid_unknown_fields:
             for name in [n for n in value if n not in types and n != one.tag_field]:
-                found[f"{where}.{name}"] = None
+                if not is_neutral(name, value[name]):
+                    if found is None:
+                        continue
+                    found[f"{where}.{name}"] = None
                 del value[name]
         for name, inner in types.items():
             _drop_within(value.get(name), inner, f"{where}.{name}", found)
