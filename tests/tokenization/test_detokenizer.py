@@ -25,6 +25,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.service.tokenization import Detokenizer, Tokenizer
 from headrace.service.tokenization.detokenizer import Stops, StopScanner
+from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import spelling_of_bytes
 from headrace.service.tokenization.tokenizer import TokenizerFacts
 
@@ -91,6 +92,28 @@ def test_deltas_are_the_decoded_output(case):
     assert together[: len(together) - len(text)] == alone[: len(together) - len(text)]
     assert set(alone[len(together) - len(text):]) <= {"\ufffd"}
     assert detokenizer.num_tokens_kept == len(output)
+
+
+@settings(max_examples=400, deadline=None)
+@given(outputs())
+def test_tokens_are_found_in_the_text(case):
+    tokenizer, prompt, output, _, skip = case
+    table, places, at = tokenizer.bytes_table, [], 0
+    decoder = TextDecoder(table, skip_special_tokens=skip)
+    decoder.skip_prompt(prompt)
+    text = Detokenizer(tokenizer, prompt_ids=prompt, skip_special_tokens=skip)
+    whole = text.push(output) + text.finish()
+    for token_id in output:
+        where, num_chars = decoder.locate(token_id)
+        places.append(at + where)
+        at += num_chars
+    assert places == sorted(places) and at + len(decoder.finish()) == len(whole)
+    shown = [(place, token_id) for place, token_id in zip(places, output, strict=True)
+             if not (skip and token_id in table.special_ids)]
+    for place, token_id in shown:
+        forms = {each.decode("utf-8", "replace") for each in (table.first[token_id], table.later[token_id])}
+        if "\ufffd" not in "".join(forms) and (place or not table.strip_start):
+            assert any(whole.startswith(form, place) for form in forms), (whole, place, forms)
 
 
 @settings(max_examples=400, deadline=None)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from headrace.service.tokenization.token_bytes import TokenBytes
 
 MAX_CHAR_BYTES = 4
+REPLACEMENT_BYTES = "\ufffd".encode()
 CONTINUES = range(0x80, 0xC0).__contains__
 """Whether a byte is a UTF-8 continuation byte."""
 LOOK_BACK = 16
@@ -53,6 +54,19 @@ class TextDecoder:
         text, num_used = utf_8_decode(data, self._errors, False)
         self._partial = data[num_used:]
         return self._strip(text) if self._strip_left else text
+
+    def locate(self, token_id: int) -> tuple[int, int]:
+        """Push a token. Returns ``(where, num_chars)``: characters from the end of the text so far to where the token's
+        own text begins (0 also where it continues an incomplete character), and how many have become certain with
+        it."""
+        partial, is_prompts = self._partial, self._is_prompts
+        text = self.push((token_id,))
+        raw = self._pieces[token_id] if token_id not in self._hidden else b""
+        begun = utf_8_decode(partial + raw[:1], self._errors, False)[0] if partial and raw else ""
+        if is_prompts or not begun.startswith("\ufffd") or partial + raw[:1] == REPLACEMENT_BYTES:
+            return 0, len(text)
+        # what is left of the broken character comes before the token's own text
+        return len(utf_8_decode(partial, self._errors, True)[0]), len(text)
 
     def finish(self) -> str:
         """End of the output: U+FFFD for an incomplete character, unless all its bytes come from the prompt."""

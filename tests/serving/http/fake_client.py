@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import msgspec
 
@@ -42,6 +43,14 @@ BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
 QUEUED_S = 0.002
 
 
+BYTES = {token_id: bytes([token_id]) for token_id in range(256)}
+SPECIAL = {token_id: f"<{token_id}>".encode() for token_id in range(256, VOCAB)}
+BYTES_TABLE = SimpleNamespace(
+    first=BYTES | SPECIAL, later=BYTES | SPECIAL, plain=BYTES | dict.fromkeys(SPECIAL, b""),
+    special_ids=frozenset(SPECIAL), errors="replace", strip_start=0,
+)
+
+
 class ByteTokenizer:
     """Ids are bytes; 256 begins a text. Keeps what was rendered last; ``ending`` ends every prompt."""
 
@@ -54,6 +63,7 @@ class ByteTokenizer:
     has_chat_template = True
     chat_templates: tuple[str, ...] = ()
     takes_tools = False
+    bytes_table = BYTES_TABLE
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         return ([BOS] * add_special_tokens + list(text.encode()))[:limit]

@@ -172,6 +172,25 @@ async def test_logprobs_of_characters_in_several_tokens(api):
     assert found.text_offset == [0, 0, 1, 1, 1, 2, 3] and text[2:] == "".join(found.tokens[5:])
 
 
+@pytest.mark.parametrize("skips", [True, False])
+async def test_offsets_are_those_of_the_text(api, skips):
+    """Whatever the tokens: special ones, and bytes that are no character."""
+    ids = [0x96, 0x61, 0xe6, BOS, 0x62, 0xe6, 0x97, 0xa5, 0xe6, 0x63, 0xe0, 0x80, 0x64]
+    answer = await api.completions.create(
+        model="fake-model", prompt=ids, echo=True, max_tokens=2, logprobs=0, extra_body={"skip_special_tokens": skips}
+    )
+    found, text = answer.choices[0].logprobs, answer.choices[0].text
+    where = dict(zip(found.tokens, found.text_offset, strict=True))
+    special = "" if skips else "<256>"
+    assert text.startswith(f"\ufffda\ufffd{special}b日\ufffdc\ufffd\ufffdd")
+    assert [text[where[letter]] for letter in "abcd"] == list("abcd") and text[where[r"bytes:\xa5"]] == "日"
+    assert found.text_offset == sorted(found.text_offset) and len(found.text_offset) == len(ids) + 2
+    text = "ab<256>"
+    for prompt in (text, [text, text]):  # behind the token that begins it
+        answer = await api.completions.create(model="fake-model", prompt=prompt, echo=True, max_tokens=1, logprobs=0)
+        assert answer.choices[-1].logprobs.text_offset == [0, *range(len(text) + 1)]
+
+
 async def test_answers_come_back_with_what_clients_note_about_them(api, client):
     call = {
         "id": "c1", "type": "function", "index": 0, "provider_specific_fields": None,

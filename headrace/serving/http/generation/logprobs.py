@@ -18,6 +18,7 @@ from headrace.serving.http.protocol.openai import (
 
 if TYPE_CHECKING:
     from headrace.service.tokenization import Tokenizer
+    from headrace.service.tokenization.text_decoder import TextDecoder
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no number for; OpenAI's value."""
@@ -55,19 +56,6 @@ class TokenNames:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def num_chars(self, token_id: int, text: str) -> tuple[int, bool]:
-        """``(n, is_continuation)``: characters that begin in the token, and whether its first byte continues the
-        character of the previous token. ``text`` is the token's `exact_text`."""
-        if self._tokenizer is not None and self._as_ids:
-            text = self._tokenizer.token_text(token_id)
-            if "\ufffd" not in text:
-                return len(text), False
-        elif self._tokenizer is None or not text.startswith("bytes:"):
-            return len(text), False
-        # UTF-8: continuation bytes are 10xxxxxx, all others begin a character.
-        begins = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id)]
-        return sum(begins), not begins[0]
-
     def bytes(self, token_id: int) -> list[int] | None:
         """The token's exact bytes."""
         return list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None
@@ -90,12 +78,13 @@ def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogpro
 
 class CompletionLogprobsWriter:
     """Writes OpenAI's completions format for one choice, whole or in streamed pieces. Keeps the text offset between
-    pieces: characters since the choice's start, plus ``offset``. ``num_top`` 0 leaves out ``top_logprobs``."""
+    pieces: a token's is where its text begins in that of the choice, which ``decoder`` makes; None: there is no text.
+    ``num_top`` 0 leaves out ``top_logprobs``."""
 
-    def __init__(self, names: TokenNames, *, num_top: int, offset: int = 0):
+    def __init__(self, names: TokenNames, *, num_top: int, decoder: TextDecoder | None):
         self._names = names
         self._num_top = num_top
-        self._offset = offset
+        self._offset, self._decoder = 0, decoder
 
     def write(self, entries: list[TokenLogprobs], *, into: CompletionLogprobs | None = None) -> CompletionLogprobs:
         """Append entries to ``into``, or to a new record."""
@@ -104,21 +93,27 @@ class CompletionLogprobsWriter:
             self._append(record, entry.token_id, entry)
         return record
 
-    def write_prompt(self, token_ids: list[int], entries: list[TokenLogprobs | None]) -> CompletionLogprobs:
-        """The echoed prompt; its first token has no logprob."""
+    def write_prompt(
+        self, token_ids: list[int], entries: list[TokenLogprobs | None], text: str, decoder: TextDecoder | None
+    ) -> CompletionLogprobs:
+        """The prompt, echoed as ``text``; its first token has no logprob. ``decoder`` makes its text of the tokens,
+        perhaps with more at the begin, such as a token that begins every text."""
         record = CompletionLogprobs([], [], [], [])
+        outputs, self._decoder = self._decoder, decoder
         # No entry for the first token: nothing precedes it.
         padded = [None] * (len(token_ids) - len(entries)) + list(entries)
         for token_id, entry in zip(token_ids, padded, strict=True):
             self._append(record, token_id, entry)
+        num_more = max(0, self._offset - len(text))
+        record.text_offset = [max(0, offset - num_more) for offset in record.text_offset]
+        self._offset, self._decoder = len(text), outputs
         return record
 
     def _append(self, record: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
         text = self._names.exact_text(token_id)
-        num_chars, is_continuation = self._names.num_chars(token_id, text)
+        where, num_chars = (0, 0) if self._decoder is None else self._decoder.locate(token_id)
         record.tokens.append(text)
-        # A token that continues a character has the offset at which that character begins.
-        record.text_offset.append(max(0, self._offset - is_continuation))
+        record.text_offset.append(self._offset + where)
         self._offset += num_chars
         record.token_logprobs.append(None if entry is None else _finite(entry.logprob))
         has_top = self._num_top or self._names.wanted

@@ -13,6 +13,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.prompts import encode_around_gap
+from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.serving.http.generation.context import AppContext, compute, read_request
 from headrace.serving.http.generation.exchange import answer_router, note_rooms, telling_refusals, with_transfers
 from headrace.serving.http.generation.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_json
@@ -152,7 +153,9 @@ class ChoiceWriter:
         # OpenAI's numbering: all choices of the first prompt, then those of the second
         body, index = self._body, prompt_index * self.num_choices + delta.index
         is_first = index not in self._writers
-        writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._names, num_top=body.logprobs or 0))
+        writer = self._writers.get(index) or self._writers.setdefault(index, CompletionLogprobsWriter(
+            self._names, num_top=body.logprobs or 0, decoder=self._decoder(prompt_index)
+        ))
         text, logprobs = "", None
         if delta.prompt_logprobs is not None:
             self._prompts[prompt_index] = delta.prompt_logprobs
@@ -180,7 +183,22 @@ class ChoiceWriter:
             text = self._tokenizer.decode(ids, skip_special_tokens=self._body.skip_special_tokens is not False)
         if self._body.logprobs is None:
             return text, None
-        return text, writer.write_prompt(ids, self._prompts.get(prompt_index, []))
+        # a text has the special tokens that the client wrote, and none of those that were added
+        decoder = self._decoder(None, shows_special=isinstance(prompt, str))
+        return text, writer.write_prompt(ids, self._prompts.get(prompt_index, []), text, decoder)
+
+    def _decoder(self, prompt_index: int | None, *, shows_special: bool = False) -> TextDecoder | None:
+        """What makes the text of the output behind a prompt, or of a prompt; None where there is none."""
+        if self._tokenizer is None or (self._body.logprobs is None and not self._body.logprob_token_ids):
+            return None
+        decoder = TextDecoder(
+            self._tokenizer.bytes_table,
+            skip_special_tokens=self._body.skip_special_tokens is not False and not shows_special,
+            spaces_between_special_tokens=self._body.spaces_between_special_tokens is not False,
+        )
+        if prompt_index is not None:
+            decoder.skip_prompt(self._generation.streams[prompt_index].prompt_token_ids)
+        return decoder
 
 
 class CompletionEvents(Events):
