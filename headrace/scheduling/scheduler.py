@@ -152,6 +152,7 @@ class Scheduler:
         self._running.register(request)
         if is_held:
             self._running.held[request] = None
+            self.exchange.expect(submitted)
         else:
             self._arrivals.enter(request)
         if deadline is not None:

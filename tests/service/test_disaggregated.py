@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 import test_tiers_served as tiers
 from adapter_rig import write_adapter
+from msgspec.structs import replace as replace_fields
 
 from headrace.base.config import engine_config
 from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import NotFound
+from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.base.transfer import Offer, Reclaim, ToAgent
@@ -216,6 +219,32 @@ def test_faults_of_the_network_change_no_token(fault: str, start, llama, expecte
     settle([prefill, decode])
     if fault.endswith("=1"):
         assert decode.gate.outcomes == {"lost": len(prompts)}
+
+
+@pytest.mark.parametrize("ended", ["prefill", "decode"])
+def test_a_request_that_ends_while_its_grammar_is_compiled_holds_no_memory(ended: str, start, llama, expected):
+    """It never reaches the gate of transfers, which comes after that of grammars."""
+    sides = dict(zip(("prefill", "decode"), pair_of(start, llama), strict=True))
+    compiled = {name: Future[object]() for name in sides}
+    for name, side in sides.items():
+        side.engine.executor.prepare_grammar = lambda grammar, name=name: compiled[name]
+    constrained = replace_fields(GREEDY, grammar=Grammar.json_object())
+    sides["prefill"].submit("r0", llama[2][0], sampling=constrained, room="0")
+    sides["decode"].submit("r0", llama[2][0], sampling=constrained, room="0", fetches_from=sides["prefill"].port)
+    sides[ended].engine.abort("r0")
+    run_until(list(sides.values()), lambda: sides[ended].is_done("r0"))
+    compiled[ended].set_result(None)
+    sides[ended].step()
+    other = next(name for name in sides if name != ended)
+    sides[other].engine.abort("r0")
+    compiled[other].set_result(None)
+    settle(list(sides.values()))
+    for i, prompt in enumerate(llama[2][:2]):
+        sides["prefill"].submit(f"n{i}", prompt, room=f"n{i}")
+        sides["decode"].submit(f"n{i}", prompt, room=f"n{i}", fetches_from=sides["prefill"].port)
+    run_until(list(sides.values()), lambda: all(map(sides["decode"].is_done, sides["decode"].outputs)))
+    assert [sides["decode"].tokens(f"n{i}") for i in range(2)] == expected[:2]
+    settle(list(sides.values()))
 
 
 def test_a_prefill_engine_that_never_hears_of_the_request(start, llama, expected):

@@ -90,7 +90,6 @@ class TransferGate:
 
     def hold(self, request: EngineRequest) -> None:
         """See `RequestCoordinator`."""
-        self._exchange.expected[request.request_id] = 0
         for waiting in [one for one in self._no_room if one[0].request_id == request.request_id]:
             self._no_room.remove(waiting)  # it has ended, and its id comes again
         if not self._line.is_up:
