@@ -85,7 +85,7 @@ class Exchange:
         self._page_bytes: list[int] = []
         self._exports: dict[str, _Export] = {}
         self._imports: dict[str, tuple[Lease, FirstTokens]] = {}
-        self.expected: dict[str, int] = {}  # held requests with a transfer, by id: their ticket, or 0 before the gate
+        self.expected: dict[str, int] = {}  # held requests with a transfer, by id: their ticket, or 0
         self.events: list[Event] = []  # that the gate has not passed on yet
         self.num_sent_pages = self.num_received_pages = 0
         self.outcomes: Counter[str] = Counter()  # of requests, as the gate has seen: sent, received, lost
@@ -105,12 +105,6 @@ class Exchange:
             return submitted
         stop = msgspec.structs.replace(submitted.stop, max_tokens=1, min_tokens=min(1, submitted.stop.min_tokens))
         return msgspec.structs.replace(submitted, stop=stop)
-
-    def expect(self, submitted: EngineRequest) -> None:
-        """A request is held. It may end before the gate sees it, while another coordinator holds it: the gate then
-        finds it in `expected` no more."""
-        if self._page_bytes and submitted.transfer is not None:
-            self.expected[submitted.request_id] = 0
 
     def measure(self, length: int) -> Extent:
         """The pages that a request of ``length`` computed tokens needs to go on elsewhere, the last one perhaps not
@@ -241,9 +235,9 @@ class Exchange:
         self, request: Request, finish: Finish, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> None:
         """A request has ended, in whatever state."""
+        ticket = self.expected.pop(request.request_id, 0)
         if not self._page_bytes:
             return
-        ticket = self.expected.pop(request.request_id, 0)
         if ticket:
             self.events.append(Event(ticket, reason="the request has ended", is_over=True))
         export = self._exports.pop(request.request_id, None)

@@ -152,7 +152,8 @@ class Scheduler:
         self._running.register(request)
         if is_held:
             self._running.held[request] = None
-            self.exchange.expect(submitted)
+            if submitted.transfer is not None:  # it may end before the gate sees it, held by another coordinator
+                self.exchange.expected[submitted.request_id] = 0
         else:
             self._arrivals.enter(request)
         if deadline is not None:

@@ -104,6 +104,7 @@ class WaitingRoom:
 
     def __init__(self, scheduler: Scheduler, coordinators: Sequence[Any]):
         self._scheduler, self._coordinators = scheduler, list(coordinators)
+        self._waiting: dict[str, EngineRequest] = {}  # by id; also such as have ended and a coordinator still holds
 
     @property
     def is_waiting(self) -> bool:
@@ -116,7 +117,12 @@ class WaitingRoom:
 
     def enter(self, request: EngineRequest) -> None:
         """Hold a request in the first coordinator that applies to it."""
+        self._waiting[request.request_id] = request
         self._pass_on(request, 0)
+
+    def forget(self, request_id: str) -> None:
+        """A new request has this id: what still happens to one that ended while it waited here concerns nobody."""
+        self._waiting.pop(request_id, None)
 
     def poll(self) -> list[RequestOutput]:
         """Release the requests that no coordinator holds any more. Outputs: of those that cannot run, and first tokens
@@ -125,10 +131,9 @@ class WaitingRoom:
         # In order, so a request that moves on to a later coordinator is polled there in the same call.
         for position, coordinator in enumerate(self._coordinators):
             for request, error in coordinator.poll():
-                output = (
-                    self._pass_on(request, position + 1) if error is None
-                    else self._scheduler.refuse(request.request_id, error)
-                )
+                if not self._is_latest(request):
+                    continue
+                output = self._pass_on(request, position + 1) if error is None else self._refuse(request, error)
                 if output is not None:
                     outputs.append(output)
         return outputs
@@ -143,7 +148,15 @@ class WaitingRoom:
             if coordinator.concerns(request):
                 coordinator.hold(request)
                 return None
+        del self._waiting[request.request_id]
         return self._scheduler.release(request.request_id)
+
+    def _is_latest(self, request: EngineRequest) -> bool:
+        return self._waiting.get(request.request_id) is request
+
+    def _refuse(self, request: EngineRequest, error: HeadraceError) -> RequestOutput | None:
+        del self._waiting[request.request_id]
+        return self._scheduler.refuse(request.request_id, error)
 
 
 COMPILE_LIMIT_S = 30.0

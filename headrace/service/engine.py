@@ -138,6 +138,7 @@ class Engine:
             finish = Finish("error", error=ErrorInfo.of(error))
             self._outputs.append(RequestOutput(request.request_id, [], finish))
             return
+        self._waiting_room.forget(request.request_id)
         if must_wait:  # after `add`: a coordinator may release it at once, and the scheduler must know it then
             self._waiting_room.enter(request)
 

@@ -13,6 +13,7 @@ from headrace.base.grammar import Grammar
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.scheduling.scheduler import Scheduler
 from headrace.service.coordination import GrammarGate, WaitingRoom
 from headrace.service.engine import Engine
 
@@ -126,3 +127,49 @@ def test_an_engine_that_only_waits_does_not_think_it_is_stuck(monkeypatch: pytes
     assert step(engine, 20) == {}
     executor.futures["slow"].set_result(None)
     assert tokens(step(engine, 5)["a"]) == continuation([1], 4)
+
+
+class Later:
+    """A coordinator behind that of grammars, which holds all until the test says so."""
+
+    def __init__(self):
+        self.held: list[EngineRequest] = []
+        self.is_open = False
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.held)
+
+    def concerns(self, request: EngineRequest) -> bool:
+        return True
+
+    def hold(self, request: EngineRequest) -> None:
+        self.held.append(request)
+
+    def poll(self) -> list[tuple[EngineRequest, None]]:
+        ready, self.held = (self.held, []) if self.is_open else ([], self.held)
+        return [(request, None) for request in ready]
+
+    def pause(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("outcome", [None, RequestError("cannot be enforced", param="json_schema")])
+def test_the_grammar_of_a_request_that_ended_does_nothing_to_the_next_of_its_id(outcome: RequestError | None):
+    executor, later = SlowGrammars(), Later()
+    scheduler = Scheduler(executor.config.scheduler, executor.config.cache, executor.layout)
+    engine = Engine(scheduler, executor, gates=[later])
+    engine.submit(request("r", [1], grammar="slow"))
+    engine.abort("r")
+    assert [output.finish.reason for output in engine.step()] == ["abort"]
+    engine.submit(request("r", [2], max_tokens=4))
+    if outcome is None:
+        executor.futures["slow"].set_result(None)
+    else:
+        executor.futures["slow"].set_exception(outcome)
+    assert step(engine, 3) == {} and engine.stats().num_queued == 1
+    assert [tuple(one.prompt_token_ids) for one in later.held] == [(2,)]
+    later.is_open = True
+    assert tokens(step(engine, 8)["r"]) == continuation([2], 4)
+    assert not engine.has_work
+    engine.check()
