@@ -22,7 +22,8 @@ NEUTRAL = {
     "logit_bias": {}, "documents": [], "lora_path": None, "return_hidden_states": False, "chat_template": None,
     "parallel_tool_calls": True, "mirostat": 0, "background": False, "stop": [],
     "separate_reasoning": True, "top_logprobs": 0, "min_tokens": 0, "guided_decoding_backend": "auto",
-    "never_heard_of": None, "function_call": "none", "cache_prompt": True, "id_slot": -1,
+    "never_heard_of": None, "embed_dtype": "float32", "endianness": "native",
+    "function_call": "none", "cache_prompt": True, "id_slot": -1,
 }
 
 

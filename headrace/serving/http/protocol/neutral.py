@@ -30,7 +30,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
         ), _IS_ON
     ),
     **dict.fromkeys(("enable_thinking", "think"), ()),
-    # vLLM's defaults of structured_outputs
+    # vLLM's defaults of embeddings, and of structured_outputs
+    "embed_dtype": ("float32",), "endianness": ("native", "little"),
     **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (False,)),
     **dict.fromkeys(("n", "best_of", "beam_width", "num_beams", "num_return_sequences"), (1,)),
     **dict.fromkeys(("top_p", "typical_p", "tfs_z", "length_penalty", "repetition_penalty", "repeat_penalty"), (1,)),
