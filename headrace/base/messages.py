@@ -48,7 +48,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     count: int = 1
 
 
-class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit", weakref=True):
     """One sequence to generate, or with ``pooling`` one to pool; validated and tokenized. The client splits a request
     with ``n > 1`` into n of these.
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 from headrace.base.errors import HeadraceError, PluginError, RequestError
 from headrace.base.hooks import Hooks
@@ -104,7 +105,8 @@ class WaitingRoom:
 
     def __init__(self, scheduler: Scheduler, coordinators: Sequence[Any]):
         self._scheduler, self._coordinators = scheduler, list(coordinators)
-        self._waiting: dict[str, EngineRequest] = {}  # by id; also such as have ended and a coordinator still holds
+        # by id; also such as have ended, for as long as a coordinator holds them, which may drop them
+        self._waiting: WeakValueDictionary[str, EngineRequest] = WeakValueDictionary()
 
     @property
     def is_waiting(self) -> bool:
@@ -148,14 +150,14 @@ class WaitingRoom:
             if coordinator.concerns(request):
                 coordinator.hold(request)
                 return None
-        del self._waiting[request.request_id]
+        self.forget(request.request_id)
         return self._scheduler.release(request.request_id)
 
     def _is_latest(self, request: EngineRequest) -> bool:
         return self._waiting.get(request.request_id) is request
 
     def _refuse(self, request: EngineRequest, error: HeadraceError) -> RequestOutput | None:
-        del self._waiting[request.request_id]
+        self.forget(request.request_id)
         return self._scheduler.refuse(request.request_id, error)
 
 

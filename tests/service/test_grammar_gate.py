@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import Future
+from weakref import ref
 
 import pytest
 from fakes import FakeExecutor, continuation, engine_over
@@ -173,3 +175,16 @@ def test_the_grammar_of_a_request_that_ended_does_nothing_to_the_next_of_its_id(
     assert tokens(step(engine, 8)["r"]) == continuation([2], 4)
     assert not engine.has_work
     engine.check()
+
+
+def test_what_a_coordinator_drops_is_not_kept():
+    """Of requests that end while it holds them, as thousands may in an engine's life."""
+    executor, later = SlowGrammars(), Later()
+    scheduler = Scheduler(executor.config.scheduler, executor.config.cache, executor.layout)
+    room, held = WaitingRoom(scheduler, [later]), request("r", [1])
+    room.enter(held)
+    later.held.clear()
+    dropped = ref(held)
+    del held
+    gc.collect()
+    assert dropped() is None and room.poll() == []
