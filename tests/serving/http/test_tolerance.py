@@ -246,6 +246,20 @@ async def test_refusals_and_annotations_of_other_servers_come_back(http, client)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content"
 
 
+async def test_texts_may_have_the_names_of_the_responses_api(http, client):
+    """As vLLM takes them; so may the whole history of a client that uses both APIs."""
+    messages = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}, {"type": "text", "text": "you"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "hello"}]}, USER
+    ]
+    answer = await http.post(CHAT, json={"messages": messages, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    assert [m["content"] for m in client.tokenizer.messages] == ["hi\nyou", "hello", "hi"]
+    unknown = [{"role": "user", "content": [{"type": "words", "text": "hi"}]}]
+    refused = await http.post(CHAT, json={"messages": unknown})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content[0].type"
+
+
 async def test_the_list_of_models_with_a_slash_is_no_model(http):
     answer = await http.get("/v1/models/")
     assert answer.status_code == 404 and "did you mean /v1/models?" in answer.json()["error"]["message"]

@@ -22,6 +22,14 @@ class TextPart(Struct, kw_only=True, tag_field="type", tag="text"):
     cache_control: dict[str, Any] | None = None
 
 
+class InputTextPart(TextPart, kw_only=True, tag="input_text"):
+    """The same under the name that the responses API has for it, as vLLM takes it."""
+
+
+class OutputTextPart(TextPart, kw_only=True, tag="output_text"):
+    """The same of an earlier answer."""
+
+
 class RefusalPart(Struct, kw_only=True, tag_field="type", tag="refusal"):
     """A refusal that another server returned; treated as text."""
 
@@ -91,7 +99,7 @@ class MediaFields(Struct, kw_only=True, forbid_unknown_fields=True):
     video_data: MediaData | None = None
 
 
-ContentPart = TextPart | RefusalPart | ImagePart | AudioPart | AudioUrlPart | VideoPart
+ContentPart = TextPart | InputTextPart | OutputTextPart | RefusalPart | ImagePart | AudioPart | AudioUrlPart | VideoPart
 MediaPart = ImagePart | AudioPart | AudioUrlPart | VideoPart
 
 
