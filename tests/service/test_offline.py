@@ -70,6 +70,8 @@ def test_defaults_and_nothing(llm: LLM):
     assert llm.generate([], greedy()) == [] and llm.generate(prompt_token_ids=[]) == []
     (output,) = llm.generate([3, 4])
     assert len(output.outputs[0].token_ids) == SamplingParams().max_tokens
+    (output,) = llm.generate([3] * 4090)  # nobody asked for more than the context has room for
+    assert len(output.outputs[0].token_ids) == 6 and output.outputs[0].finish_reason == "length"
     (output,) = llm.generate([3, 4], SamplingParams(n=3, max_tokens=2), progress=True)
     assert [c.index for c in output.outputs] == [0, 1, 2]
 

@@ -19,8 +19,9 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 def default_params(facts: ModelFacts) -> SamplingParams:
-    """The model's default sampling parameters."""
-    defaults: dict[str, Any] = dict(facts.default_sampling)
+    """The model's default sampling parameters. Nobody asked for a number of tokens: the output may end with the
+    context."""
+    defaults: dict[str, Any] = {"fits_context": True, **facts.default_sampling}
     return SamplingParams(**defaults)
 
 
