@@ -139,7 +139,7 @@ async def test_neutral_options_of_ollama(http, client, path):
     ),
     (
         CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
-        "'file' is not supported; it must be one of text, refusal, image_url, input_audio, audio_url, video_url"
+        "'file' is not supported; it must be one of text, input_text, output_text, refusal, image_url, input_audio"
     ),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_text, output_text"),
     (CHAT, {"messages": [USER], "tool_choice": {"type": "x"}}, "must be one of function, custom, allowed_tools; got"),

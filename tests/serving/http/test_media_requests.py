@@ -244,7 +244,7 @@ REFUSED = [
     (chat(image(CAT), text("and <image>")), "messages", "once for each"),
     (
         chat({"type": "input_file", "file_id": "x"}), "messages[0].content[0]",
-        "it must be one of text, refusal, image_url"
+        "it must be one of text, input_text, output_text, refusal, image_url"
     ),
     ({"messages": [{"role": "system", "content": [image(CAT)]}]}, "messages[0].content", "user's"),
     ({"messages": [{"role": "assistant", "content": [image(CAT)]}]}, "messages[0].content", "user's"),
