@@ -119,7 +119,7 @@ def test_tuples_and_iterators_are_lists(llm: LLM, prompts: Any):
 def test_recommended_sampling_is_valid_whole_numbers_included(llm: LLM):
     facts = msgspec.structs.replace(llm.facts, default_sampling={"top_k": 20, "temperature": 1})
     sent = msgspec.msgpack.decode(encode(facts), type=type(facts))
-    assert default_params(sent).validate() == SamplingParams(top_k=20, temperature=1)
+    assert default_params(sent).validate() == SamplingParams(top_k=20, temperature=1, fits_context=True)
 
 
 def run_long(llm: LLM, results: dict[int, object], i: int) -> None:
