@@ -14,7 +14,7 @@ import torch
 from headrace.kernels.cuda_source import describe_boxes
 from headrace.kernels.linear import gated_product, hopper
 from headrace.kernels.lora import LowRankBank, SlotRows
-from headrace.kernels.lora.triton import join, shrink_owned
+from headrace.kernels.lora.triton import shrink_owned
 
 RANKS = 16
 """As in the source: of a product."""
@@ -52,7 +52,6 @@ def gated_linear(
     kernel = gated_product.find_kernel(x.dtype, activation, x.device, is_adapted=True)
     if kernel is None:
         return None
-    join(rows, x.device)
     sums, owners = shrink_owned(x, bank, rows)
     added = _Added(sums.data_ptr(), owners.data_ptr(), bank.ranks.data_ptr(), bank.most_ranks)
     return gated_product.multiply(x, weight, kernel, describe_boxes(bank.b.flatten(0, 1), (RANKS, 64)), added)

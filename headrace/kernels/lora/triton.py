@@ -278,7 +278,8 @@ def join(rows: SlotRows, device: torch.device) -> None:
 
 def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> Reduced:
     _, num_parts, most_ranks, num_inputs = bank.a.shape
-    inputs, tiles = STEP_INPUTS[rows.block_rows][0], ceil_div(rows.num_rows, rows.block_rows) * _count_chunks(bank)
+    chunks = ceil_div(bank.slot_rows, _chunk_ranks(bank))
+    inputs, tiles = STEP_INPUTS[rows.block_rows][0], ceil_div(rows.num_rows, rows.block_rows) * chunks
     most = max(1, min(MOST_SPLITS, PROGRAMS // tiles))
     steps = ceil_div(ceil_div(num_inputs, inputs), most)  # of a partial sum
     splits = ceil_div(num_inputs, inputs * steps)
@@ -299,8 +300,9 @@ def shrink_owned(x: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> tuple[to
     return sums, owners
 
 
-def _count_chunks(bank: LowRankBank) -> int:
-    return ceil_div(bank.slot_rows, min(MOST_RANKS, next_power_of_2(bank.slot_rows)))
+def _chunk_ranks(bank: LowRankBank) -> int:
+    """Of all parts, that a program of shrink computes."""
+    return min(MOST_RANKS, next_power_of_2(bank.slot_rows))
 
 
 def _launch_shrink(
@@ -311,8 +313,9 @@ def _launch_shrink(
     inputs, stages = STEP_INPUTS[rows.block_rows]
     num_blocks = rows.blocks.shape[1]
     x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
-    options = _options(bank, rows, pdl=pdl) | {"RANKS": min(MOST_RANKS, next_power_of_2(bank.slot_rows))}
-    _shrink_kernel[(num_blocks, _count_chunks(bank), splits)](
+    ranks = _chunk_ranks(bank)
+    options = _options(bank, rows, pdl=pdl) | {"RANKS": ranks}
+    _shrink_kernel[(num_blocks, ceil_div(bank.slot_rows, ranks), splits)](
         x, bank.a, bank.ranks, rows.order, rows.blocks, sums, sums if owners is None else owners, x.stride(0),
         num_blocks, rows.num_rows, steps, K=num_inputs, P=num_parts, R=most_ranks, INPUTS=inputs, num_warps=4,
         OWNS=owners is not None, STAGES=min(stages, ceil_div(num_inputs, inputs * MOST_SPLITS)), **options,
